@@ -1,0 +1,496 @@
+"""What a run is: frozen dataclasses, one per top-level key of a YAML file. Standard library only.
+
+Every class checks its own values when it is built and raises `UserError` with the dotted key;
+`Config` checks what concerns several sections. An option that would have no effect is refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moejax.axes import AXES, DIMS
+from moejax.errors import UserError, nearest
+
+
+def _require(ok: bool, key: str, value: object, want: str) -> None:
+    if not ok:
+        raise UserError(f"{key}={value}: must be {want}")
+
+
+def _positive(section: str, obj: object, *names: str) -> None:
+    for name in names:
+        value = getattr(obj, name)
+        _require(value > 0, f"{section}.{name}", value, "greater than zero")
+
+
+def _not_negative(section: str, obj: object, *names: str) -> None:
+    for name in names:
+        value = getattr(obj, name)
+        _require(value >= 0, f"{section}.{name}", value, "zero or greater")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives and its seed.
+
+    Args:
+        root: Folder that holds runs.
+        name: Folder of this run inside `root`.
+        seed: Seed of parameters, data order and sampling.
+    """
+
+    root: str = "runs"
+    name: str = "default"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name) and "/" not in self.name and self.name not in (".", ".."), "run.name", repr(self.name), "a folder name without '/'")
+        _require(0 <= self.seed < 2**32, "run.seed", self.seed, "between 0 and 2**32 - 1")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes, outermost first. Their product is the number of devices.
+
+    Args:
+        stage: Pipeline stages.
+        data: Data-parallel replicas.
+        context: Shards of the sequence.
+        expert: Shards of the routed experts; also part of data parallelism.
+        model: Tensor-parallel shards.
+    """
+
+    stage: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    model: int = 1
+
+    def __post_init__(self) -> None:
+        _positive("mesh", self, *AXES)
+        for axis in ("stage", "context", "model"):
+            size = getattr(self, axis)
+            _require(size == 1, f"mesh.{axis}", size, "1 in this version; use mesh.data and mesh.expert")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Axis sizes in the order of `AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size
+
+    def group(self, axes: Sequence[str]) -> int:
+        """Number of devices along `axes` together."""
+        size = 1
+        for axis in axes:
+            size *= getattr(self, axis)
+        return size
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Grouped-query attention with rotary positions.
+
+    Args:
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; divides `num_heads`.
+        head_dim: Width of one head.
+        rope_theta: Base of the rotary frequencies.
+        qk_norm: RMSNorm on queries and keys: none, over each head, or over the full projected width.
+    """
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    rope_theta: float = 10_000.0
+    qk_norm: Literal["none", "head", "full"] = "head"
+
+    def __post_init__(self) -> None:
+        _positive("model.attention", self, "num_heads", "num_kv_heads", "head_dim", "rope_theta")
+        _require(self.num_heads % self.num_kv_heads == 0, "model.attention.num_kv_heads", self.num_kv_heads, f"a divisor of num_heads={self.num_heads}")
+        _require(self.head_dim % 2 == 0, "model.attention.head_dim", self.head_dim, "even (rotary embedding pairs dims)")
+
+
+@dataclass(frozen=True)
+class MoEModelConfig:
+    """Shape and routing of MoE layers: what the model is, whatever mesh it runs on.
+
+    Args:
+        num_experts: Routed experts N.
+        top_k: Experts chosen per token K.
+        expert_dim: Hidden width of one routed expert.
+        shared_dim: Hidden width of the shared expert that every token passes; 0 for none.
+        renormalize: Divide the chosen weights by their sum.
+    """
+
+    num_experts: int = 8
+    top_k: int = 2
+    expert_dim: int = 128
+    shared_dim: int = 0
+    renormalize: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("model.moe", self, "num_experts", "top_k", "expert_dim")
+        _not_negative("model.moe", self, "shared_dim")
+        _require(self.top_k <= self.num_experts, "model.moe.top_k", self.top_k, f"at most num_experts={self.num_experts}")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: attention, then an FFN.
+
+    Args:
+        ffn: Dense SwiGLU, or a mixture of experts.
+        window: Sliding window of attention in tokens; null for full causal attention.
+    """
+
+    ffn: Literal["dense", "moe"] = "moe"
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.window is None or self.window > 0, "model.layers.window", self.window, "greater than zero, or null")
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """A pattern of layers, repeated.
+
+    Args:
+        repeat: How often the pattern is repeated.
+        pattern: The layers of one repetition.
+    """
+
+    repeat: int = 1
+    pattern: tuple[LayerSpec, ...] = (LayerSpec(),)
+
+    def __post_init__(self) -> None:
+        _positive("model.layers", self, "repeat")
+        _require(len(self.pattern) > 0, "model.layers.pattern", "[]", "a list of at least one layer")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder language model.
+
+    Args:
+        vocab_size: Rows of the embedding; at least the tokenizer's vocabulary.
+        d_model: Model width D.
+        mlp_dim: Hidden width of dense FFNs; used by layers with `ffn: dense`.
+        layers: Groups of layers, first to last; each a repeated pattern.
+        attention: Attention of every layer.
+        moe: Routed experts of every layer with `ffn: moe`.
+        norm_eps: Epsilon of RMSNorm.
+        tie_embeddings: Use the embedding as the output head.
+        init_std: Standard deviation of the initial weights.
+        dtype: Type of compute weights and activations. Main weights are always float32.
+    """
+
+    vocab_size: int = 320
+    d_model: int = 128
+    mlp_dim: int = 512
+    layers: tuple[LayerGroup, ...] = (LayerGroup(1, (LayerSpec("dense"),)), LayerGroup(3))
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    moe: MoEModelConfig = field(default_factory=MoEModelConfig)
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        _positive("model", self, "vocab_size", "d_model", "mlp_dim", "norm_eps", "init_std")
+        _require(len(self.layers) > 0, "model.layers", "[]", "a list of at least one group")
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """Every layer of the model, first to last."""
+        return tuple(spec for group in self.layers for _ in range(group.repeat) for spec in group.pattern)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.specs)
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Number of layers with routed experts."""
+        return sum(spec.ffn == "moe" for spec in self.specs)
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """How MoE layers run on a mesh.
+
+    Args:
+        exchange: How rows reach experts: `local` (no expert parallelism) or `padded` (static all_to_all).
+        capacity: Factor on the balanced number of rows that a buffer holds; null (or none) never drops.
+    """
+
+    exchange: Literal["local", "padded"] | None = None
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.capacity is None or self.capacity > 0, "moe.capacity", self.capacity, "greater than zero, or none")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Weights of the losses that are added to the cross-entropy.
+
+    Args:
+        balance_weight: Weight of the load-balancing loss, a mean over MoE layers (1 when balanced).
+        z_weight: Weight of the router z-loss, a mean over tokens and MoE layers.
+    """
+
+    balance_weight: float = 0.01
+    z_weight: float = 0.001
+
+    def __post_init__(self) -> None:
+        _not_negative("loss", self, "balance_weight", "z_weight")
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """When storage is gathered into compute weights.
+
+    Args:
+        gather: `step` once per optimizer step; `microbatch` once per microbatch; `layer` in every layer, again in backward.
+    """
+
+    gather: Literal["step", "microbatch", "layer"] = "step"
+
+
+@dataclass(frozen=True)
+class RematConfig:
+    """What backward recomputes.
+
+    Args:
+        policy: `none` keeps every activation; `save_exchange` keeps exchanged rows and attention outputs; `full` keeps layer inputs only.
+    """
+
+    policy: Literal["none", "save_exchange", "full"] = "none"
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """Sharding rules: logical dim to mesh axes. Given dims replace the default rule of that dim.
+
+    Args:
+        compute: Axes that shard a dim of the compute weights.
+        storage: Further axes that shard a dim of the main weights and optimizer state.
+        replicate_below: Tensors with fewer elements are not sharded in storage.
+    """
+
+    compute: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    storage: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    replicate_below: int = 4096
+
+    def __post_init__(self) -> None:
+        _not_negative("sharding", self, "replicate_below")
+        for column in ("compute", "storage"):
+            for dim, axes in getattr(self, column).items():
+                _require(dim in DIMS, f"sharding.{column}.{dim}", list(axes), f"keyed by a dim, one of {', '.join(DIMS)}{nearest(dim, DIMS)}")
+                for axis in axes:
+                    _require(axis in AXES, f"sharding.{column}.{dim}", list(axes), f"a list of mesh axes, from {', '.join(AXES)}{nearest(axis, AXES)}")
+
+
+@dataclass(frozen=True)
+class MixtureSource:
+    """One corpus of a mixture.
+
+    Args:
+        corpus: As `data.corpus`.
+        weight: Share of sequences, relative to the other sources.
+    """
+
+    corpus: str
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.weight > 0, "data.mixture.weight", self.weight, "greater than zero")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text, tokenizer and batches.
+
+    Args:
+        corpus: `stdlib` (the source of Python's standard library), a folder made by `moejax data prepare`, or a folder, glob or file of text.
+        mixture: Several corpora with weights, instead of `corpus`.
+        tokenizer: `byte`, or the path of a tokenizer.json.
+        sequence_length: Tokens per sequence S.
+        batch_size: Sequences per optimizer step, over all devices and microbatches.
+        heldout_fraction: Share of documents kept for evaluation.
+        cache: Folder for token files made from raw text; null for `ROOT/.tokens` under run.root.
+    """
+
+    corpus: str = "stdlib"
+    mixture: tuple[MixtureSource, ...] = ()
+    tokenizer: str = "byte"
+    sequence_length: int = 256
+    batch_size: int = 32
+    heldout_fraction: float = 0.02
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        _positive("data", self, "sequence_length", "batch_size")
+        _require(0 < self.heldout_fraction < 1, "data.heldout_fraction", self.heldout_fraction, "between 0 and 1")
+        _require(not (self.mixture and self.corpus != "stdlib"), "data.mixture", "given", "left out when data.corpus is set: use one of them")
+
+    @property
+    def sources(self) -> tuple[MixtureSource, ...]:
+        """The mixture; a single corpus is a mixture of one."""
+        return self.mixture or (MixtureSource(self.corpus),)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length of the run.
+
+    Args:
+        steps: Optimizer steps.
+        microbatches: Parts into which each device's share of a batch is cut; gradients accumulate over them.
+    """
+
+    steps: int = 200
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        _positive("train", self, "steps", "microbatches")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule.
+
+    Args:
+        name: `adamw`, or `muon` (matrices by Muon, the rest by AdamW).
+        learning_rate: Peak learning rate.
+        schedule: After warm-up: `cosine`, `wsd` (constant, then linear decay) or `constant`.
+        warmup_steps: Steps of linear warm-up.
+        decay_fraction: Share of the run that `wsd` decays over.
+        final_ratio: Learning rate at the end over the peak.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Epsilon of AdamW.
+        weight_decay: Decoupled weight decay; never on norms and embeddings.
+        clip_norm: Global-norm clipping; null for none.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 3e-3
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 20
+    decay_fraction: float = 0.2
+    final_ratio: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        _positive("optimizer", self, "learning_rate", "eps")
+        _not_negative("optimizer", self, "warmup_steps", "weight_decay")
+        _require(0 < self.decay_fraction <= 1, "optimizer.decay_fraction", self.decay_fraction, "between 0 and 1")
+        _require(0 <= self.final_ratio <= 1, "optimizer.final_ratio", self.final_ratio, "between 0 and 1")
+        for name in ("b1", "b2"):
+            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "at least 0 and below 1")
+        _require(self.clip_norm is None or self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "greater than zero, or null")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation on held-out text.
+
+    Args:
+        every: Steps between evaluations; the last step is always evaluated.
+        batches: Batches of `data.batch_size` sequences per evaluation.
+    """
+
+    every: int = 100
+    batches: int = 8
+
+    def __post_init__(self) -> None:
+        _positive("eval", self, "every", "batches")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints.
+
+    Args:
+        every: Steps between checkpoints; the last step is always saved.
+        keep_last: Newest checkpoints kept.
+        keep_every: Also keep every checkpoint whose step is a multiple of this; null for none.
+        resume: Continue from the newest checkpoint of the run.
+    """
+
+    every: int = 100
+    keep_last: int = 2
+    keep_every: int | None = None
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("checkpoint", self, "every", "keep_last")
+        _require(self.keep_every is None or (self.keep_every > 0 and self.keep_every % self.every == 0), "checkpoint.keep_every", self.keep_every, f"a multiple of checkpoint.every={self.every}")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Metrics.
+
+    Args:
+        every: Steps between logged steps.
+        tensorboard: Write TensorBoard event files into the run folder.
+        wandb: Log to Weights & Biases, if it is installed.
+    """
+
+    every: int = 10
+    tensorboard: bool = True
+    wandb: bool = False
+
+    def __post_init__(self) -> None:
+        _positive("log", self, "every")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run.
+
+    Args:
+        run: Where the run lives.
+        mesh: Mesh axes.
+        model: The model.
+        moe: How MoE layers run.
+        loss: Auxiliary losses.
+        weights: When weights are gathered.
+        remat: Recomputation.
+        sharding: Sharding rules.
+        data: Text and batches.
+        train: Length of the run.
+        optimizer: Optimizer and schedule.
+        eval: Evaluation.
+        checkpoint: Checkpoints.
+        log: Metrics.
+    """
+
+    run: RunConfig = field(default_factory=RunConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    remat: RematConfig = field(default_factory=RematConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
