@@ -1,0 +1,112 @@
+"""The public grouped matmul: argument checks, choice of backend per direction, and the gradient rule."""
+
+import functools
+from dataclasses import dataclass
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from moejax.errors import UserError, nearest
+from moejax.kernels import cpu, reference, xla
+from moejax.kernels.varying import vary, varying
+
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "cpu": cpu, "xla": xla}
+"""Modules by backend name; each defines `gmm` (forward and dgrad) and `wgrad`."""
+
+
+@dataclass(frozen=True)
+class Backends:
+    """Name of the backend of each direction."""
+
+    forward: str
+    dgrad: str
+    wgrad: str
+
+    def __post_init__(self) -> None:
+        for direction in ("forward", "dgrad", "wgrad"):
+            name = getattr(self, direction)
+            if name not in BACKENDS:
+                hint = nearest(name, BACKENDS)
+                raise UserError(f"kernel backend {name}: must be one of {', '.join(BACKENDS)}{hint}")
+
+
+def choose(backend: str | Backends | None) -> Backends:
+    """Backend of every direction: as asked for, or by the platform."""
+    if isinstance(backend, Backends):
+        return backend
+    name = backend or ("cpu" if jax.default_backend() == "cpu" else "xla")
+    return Backends(name, name, name)
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    backend: str | Backends | None = None,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """Multiply contiguous groups of rows, each by its own matrix.
+
+    Rows past sum(group_sizes) are exactly zero in the result and get exactly zero gradient, whatever
+    they hold. The weight gradient has the type of `rhs` and is summed in float32; that of an empty
+    group is exactly zero. An incoming gradient is rounded to the type of `lhs` before it is used.
+
+    Args:
+        lhs: Rows, [M, K].
+        rhs: One matrix per group, [G, K, N] ([G, N, K] with `transpose_rhs`), of the type of `lhs`.
+        group_sizes: Rows of each group in order, int32 [G]; their sum must be at most M.
+        backend: One backend for all directions, or `Backends`; None lets the backend table choose.
+        transpose_rhs: Multiply by the transposed matrices, which are not materialised.
+        preferred_element_type: Type of the result; that of `lhs` if None.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        ValueError: Shapes that do not fit. TypeError: Types that do not fit.
+        UserError: A backend that does not exist.
+    """
+    contract = 2 if transpose_rhs else 1
+    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[contract] or group_sizes.shape != rhs.shape[:1]:
+        raise ValueError(f"grouped_matmul: shapes do not fit: {lhs.shape=} {rhs.shape=} {group_sizes.shape=}")
+    if lhs.dtype != rhs.dtype or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"grouped_matmul: types do not fit: {lhs.dtype=} {rhs.dtype=} {group_sizes.dtype=}")
+    out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+    axes = varying(lhs, rhs, group_sizes)  # outside the gradient rule: the transpose of this cast sums gradients
+    lhs, rhs, group_sizes = (vary(a, axes) for a in (lhs, rhs, group_sizes.astype(jnp.int32)))
+    return _grouped_matmul(lhs, rhs, group_sizes, choose(backend), transpose_rhs, out_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _grouped_matmul(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, backends: Backends, transpose_rhs: bool, dtype: jnp.dtype
+) -> jax.Array:
+    with jax.named_scope("grouped_matmul"):
+        gmm = BACKENDS[backends.forward].gmm
+        return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=dtype)
+
+
+def _forward(lhs, rhs, group_sizes, backends, transpose_rhs, dtype):
+    out = _grouped_matmul(lhs, rhs, group_sizes, backends, transpose_rhs, dtype)
+    return out, (lhs, rhs, group_sizes)
+
+
+def _backward(backends, transpose_rhs, dtype, residuals, grad):
+    del dtype
+    lhs, rhs, group_sizes = residuals
+    grad = grad.astype(lhs.dtype)
+    with jax.named_scope("grouped_matmul_dgrad"):
+        gmm = BACKENDS[backends.dgrad].gmm
+        grad_lhs = gmm(grad, rhs, group_sizes, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype)
+    with jax.named_scope("grouped_matmul_wgrad"):
+        pair = (grad, lhs) if transpose_rhs else (lhs, grad)
+        wgrad = BACKENDS[backends.wgrad].wgrad
+        grad_rhs = wgrad(*pair, group_sizes, out_dtype=rhs.dtype, accumulator=None)
+    return grad_lhs, grad_rhs, None
+
+
+_grouped_matmul.defvjp(_forward, _backward)
