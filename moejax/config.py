@@ -6,9 +6,10 @@ Every class checks its own values when it is built and raises `UserError` with t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
-from moejax.axes import AXES, DIMS
+from moejax.axes import AXES, BATCH_AXES, DIMS
 from moejax.errors import UserError, nearest
 
 
@@ -20,13 +21,13 @@ def _require(ok: bool, key: str, value: object, want: str) -> None:
 def _positive(section: str, obj: object, *names: str) -> None:
     for name in names:
         value = getattr(obj, name)
-        _require(value > 0, f"{section}.{name}", value, "greater than zero")
+        _require(0 < value < inf, f"{section}.{name}", value, "greater than zero")
 
 
 def _not_negative(section: str, obj: object, *names: str) -> None:
     for name in names:
         value = getattr(obj, name)
-        _require(value >= 0, f"{section}.{name}", value, "zero or greater")
+        _require(0 <= value < inf, f"{section}.{name}", value, "zero or greater")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,12 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(bool(self.name) and "/" not in self.name and self.name not in (".", ".."), "run.name", repr(self.name), "a folder name without '/'")
+        _require(
+            bool(self.name) and "/" not in self.name and self.name not in (".", ".."),
+            "run.name",
+            repr(self.name),
+            "a folder name without '/'",
+        )
         _require(0 <= self.seed < 2**32, "run.seed", self.seed, "between 0 and 2**32 - 1")
 
 
@@ -113,8 +119,15 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         _positive("model.attention", self, "num_heads", "num_kv_heads", "head_dim", "rope_theta")
-        _require(self.num_heads % self.num_kv_heads == 0, "model.attention.num_kv_heads", self.num_kv_heads, f"a divisor of num_heads={self.num_heads}")
-        _require(self.head_dim % 2 == 0, "model.attention.head_dim", self.head_dim, "even (rotary embedding pairs dims)")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "model.attention.num_kv_heads",
+            self.num_kv_heads,
+            f"a divisor of num_heads={self.num_heads}",
+        )
+        _require(
+            self.head_dim % 2 == 0, "model.attention.head_dim", self.head_dim, "even (rotary embedding pairs dims)"
+        )
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,9 @@ class MoEModelConfig:
     def __post_init__(self) -> None:
         _positive("model.moe", self, "num_experts", "top_k", "expert_dim")
         _not_negative("model.moe", self, "shared_dim")
-        _require(self.top_k <= self.num_experts, "model.moe.top_k", self.top_k, f"at most num_experts={self.num_experts}")
+        _require(
+            self.top_k <= self.num_experts, "model.moe.top_k", self.top_k, f"at most num_experts={self.num_experts}"
+        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +169,9 @@ class LayerSpec:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        _require(self.window is None or self.window > 0, "model.layers.window", self.window, "greater than zero, or null")
+        _require(
+            self.window is None or self.window > 0, "model.layers.window", self.window, "greater than zero, or null"
+        )
 
 
 @dataclass(frozen=True)
@@ -235,7 +252,9 @@ class MoEConfig:
     capacity: float | None = None
 
     def __post_init__(self) -> None:
-        _require(self.capacity is None or self.capacity > 0, "moe.capacity", self.capacity, "greater than zero, or none")
+        _require(
+            self.capacity is None or self.capacity > 0, "moe.capacity", self.capacity, "greater than zero, or none"
+        )
 
 
 @dataclass(frozen=True)
@@ -259,7 +278,8 @@ class WeightsConfig:
     """When storage is gathered into compute weights.
 
     Args:
-        gather: `step` once per optimizer step; `microbatch` once per microbatch; `layer` in every layer, again in backward.
+        gather: `step` once per optimizer step; `microbatch` once per microbatch; `layer` in every layer,
+            again in backward.
     """
 
     gather: Literal["step", "microbatch", "layer"] = "step"
@@ -270,7 +290,8 @@ class RematConfig:
     """What backward recomputes.
 
     Args:
-        policy: `none` keeps every activation; `save_exchange` keeps exchanged rows and attention outputs; `full` keeps layer inputs only.
+        policy: `none` keeps every activation; `save_exchange` keeps exchanged rows and attention outputs;
+            `full` keeps layer inputs only.
     """
 
     policy: Literal["none", "save_exchange", "full"] = "none"
@@ -294,9 +315,19 @@ class ShardingConfig:
         _not_negative("sharding", self, "replicate_below")
         for column in ("compute", "storage"):
             for dim, axes in getattr(self, column).items():
-                _require(dim in DIMS, f"sharding.{column}.{dim}", list(axes), f"keyed by a dim, one of {', '.join(DIMS)}{nearest(dim, DIMS)}")
+                _require(
+                    dim in DIMS,
+                    f"sharding.{column}.{dim}",
+                    list(axes),
+                    f"keyed by a dim, one of {', '.join(DIMS)}{nearest(dim, DIMS)}",
+                )
                 for axis in axes:
-                    _require(axis in AXES, f"sharding.{column}.{dim}", list(axes), f"a list of mesh axes, from {', '.join(AXES)}{nearest(axis, AXES)}")
+                    _require(
+                        axis in AXES,
+                        f"sharding.{column}.{dim}",
+                        list(axes),
+                        f"a list of mesh axes, from {', '.join(AXES)}{nearest(axis, AXES)}",
+                    )
 
 
 @dataclass(frozen=True)
@@ -320,7 +351,8 @@ class DataConfig:
     """Text, tokenizer and batches.
 
     Args:
-        corpus: `stdlib` (the source of Python's standard library), a folder made by `moejax data prepare`, or a folder, glob or file of text.
+        corpus: `stdlib` (the source of Python's standard library), a folder made by `moejax data prepare`,
+            or a folder, glob or file of text.
         mixture: Several corpora with weights, instead of `corpus`.
         tokenizer: `byte`, or the path of a tokenizer.json.
         sequence_length: Tokens per sequence S.
@@ -340,7 +372,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         _positive("data", self, "sequence_length", "batch_size")
         _require(0 < self.heldout_fraction < 1, "data.heldout_fraction", self.heldout_fraction, "between 0 and 1")
-        _require(not (self.mixture and self.corpus != "stdlib"), "data.mixture", "given", "left out when data.corpus is set: use one of them")
+        _require(
+            not (self.mixture and self.corpus != "stdlib"),
+            "data.mixture",
+            "given",
+            "left out when data.corpus is set: use one of them",
+        )
 
     @property
     def sources(self) -> tuple[MixtureSource, ...]:
@@ -401,7 +438,12 @@ class OptimizerConfig:
         _require(0 <= self.final_ratio <= 1, "optimizer.final_ratio", self.final_ratio, "between 0 and 1")
         for name in ("b1", "b2"):
             _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "at least 0 and below 1")
-        _require(self.clip_norm is None or self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "greater than zero, or null")
+        _require(
+            self.clip_norm is None or self.clip_norm > 0,
+            "optimizer.clip_norm",
+            self.clip_norm,
+            "greater than zero, or null",
+        )
 
 
 @dataclass(frozen=True)
@@ -438,7 +480,12 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         _positive("checkpoint", self, "every", "keep_last")
-        _require(self.keep_every is None or (self.keep_every > 0 and self.keep_every % self.every == 0), "checkpoint.keep_every", self.keep_every, f"a multiple of checkpoint.every={self.every}")
+        _require(
+            self.keep_every is None or (self.keep_every > 0 and self.keep_every % self.every == 0),
+            "checkpoint.keep_every",
+            self.keep_every,
+            f"a multiple of checkpoint.every={self.every}",
+        )
 
 
 @dataclass(frozen=True)
@@ -494,3 +541,26 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        shards = self.mesh.group(BATCH_AXES) * self.train.microbatches
+        _require(
+            self.data.batch_size % shards == 0,
+            "data.batch_size",
+            self.data.batch_size,
+            f"a multiple of {shards}, which is mesh.data x mesh.expert x train.microbatches",
+        )
+        if self.data.tokenizer == "byte":
+            _require(self.model.vocab_size >= 257, "model.vocab_size", self.model.vocab_size, "at least 257 for bytes")
+        if self.model.num_moe_layers:
+            self._check_moe()
+        else:
+            for name in ("exchange", "capacity"):
+                value = getattr(self.moe, name)
+                _require(value is None, f"moe.{name}", value, "left out: no layer of the model has ffn: moe")
+
+    def _check_moe(self) -> None:
+        experts, shards = self.model.moe.num_experts, self.mesh.expert
+        _require(experts % shards == 0, "model.moe.num_experts", experts, f"a multiple of mesh.expert={shards}")
+        local = self.moe.exchange == "local" and shards > 1
+        _require(not local, "moe.exchange", "local", f"padded, or left out, with mesh.expert={shards}")
