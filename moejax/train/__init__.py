@@ -1,0 +1,1 @@
+"""State, optimizer, step, loop, checkpoints, metrics, guards and the start of processes."""
