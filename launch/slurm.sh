@@ -21,10 +21,11 @@ if [[ $# -lt 1 ]]; then
 fi
 
 # MOEJAX_VENV: an environment on a file system that every node sees.
-source "${MOEJAX_VENV:-.venv}/bin/activate"
+export PATH="${MOEJAX_VENV:-$PWD/.venv}/bin:$PATH"
 
 code=0
-srun --kill-on-bad-exit=1 --wait=120 moejax train "$@" || code=$?
+# When one task is gone the others get two minutes: to finish a checkpoint, or to notice.
+srun --kill-on-bad-exit=0 --wait=120 moejax train "$@" || code=$?
 
 if [[ $code -eq 75 ]]; then
     echo "saved; requeueing job $SLURM_JOB_ID"

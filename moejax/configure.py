@@ -53,9 +53,9 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen:
+            if str(key.value) in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' stands twice", key.start_mark)
-            seen.add(key.value)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
@@ -101,7 +101,7 @@ def _apply(document: dict[str, Any], override: str) -> None:
 
 def _value(key: str, text: str, hint: Any) -> Any:
     if without_none(hint) is str:
-        return None if is_optional(hint) and text in ("null", "") else text
+        return None if is_optional(hint) and text == "null" else text
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
@@ -136,9 +136,9 @@ def _known(name: object, section: type, prefix: str) -> None:
 
 
 def _checked(value: Any, hint: Any, key: str) -> Any:
-    """Return `value` with `none` words replaced; raise on unknown keys, and on null where none is allowed."""
+    """Return `value` with the word `none` as null; raise on unknown keys, and on null where none is allowed."""
     inner = without_none(hint)
-    if is_optional(hint) and (value is None or (inner is not str and str(value).lower() == "none")):
+    if is_optional(hint) and (value is None or str(value).lower() == "none"):
         return None
     if is_dataclass(inner):
         if not isinstance(value, dict):
@@ -149,6 +149,8 @@ def _checked(value: Any, hint: Any, key: str) -> Any:
         for item in fields(inner):  # type: ignore[arg-type]
             if item.name not in value and item.default is MISSING and item.default_factory is MISSING:
                 raise UserError(f"{prefix}{item.name}: must be given")
+            if not value and item.default is not MISSING:  # in lists, jsonargparse refuses an empty mapping
+                value = {item.name: item.default}
         hints = get_type_hints(inner)
         return {name: _checked(item, hints[name], prefix + name) for name, item in value.items()}
     if get_origin(inner) is tuple and isinstance(value, list):

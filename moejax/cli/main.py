@@ -8,7 +8,7 @@ import argparse
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,22 +30,31 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the message, with the nearest flag for an unknown one."""
-        unknown, _, rest = message.removeprefix("unrecognized arguments: ").partition(" ")
-        if message.startswith("unrecognized arguments: ") and unknown.startswith("-"):
-            message = f"{unknown} {rest}".strip() + ": no such argument" + self._nearest(unknown.partition("=")[0])
+        before, unrecognized, flag = message.partition("unrecognized arguments: ")
+        if unrecognized and not before:
+            message = f"{flag}: no such argument{self._nearest(flag.partition(' ')[0].partition('=')[0])}"
         raise UserError(f"{message}; see {self.prog} --help")
 
     def _nearest(self, flag: str) -> str:
-        flags = list(self._option_string_actions)
-        if self.takes_config:
+        parsers = list(self._family())
+        flags = [known for parser in parsers for known in parser._option_string_actions if known.startswith("--")]
+        if any(parser.takes_config for parser in parsers):
             from moejax.options import options
 
             keys = [option.key for option in options()]
-            flags += [f"--{key}" for key in keys]
             same = [key for key in keys if key.rpartition(".")[2] == flag.lstrip("-")]
             if same:
                 return f"; did you mean '--{same[0]}'?"
+            flags += [f"--{key}" for key in keys]
         return nearest(flag, flags)
+
+    def _family(self) -> "Iterator[Parser]":
+        """Yield this parser and those of its subcommands: argparse reports unknown flags at the top."""
+        yield self
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._family()
 
     def format_help(self) -> str:
         """Return argparse's help, followed by the configuration options."""
