@@ -34,8 +34,8 @@ def register(subparsers: Any) -> None:
     local = where.add_parser(
         "local",
         help="on this machine",
-        description="Start N processes of one moejax command on this machine, joined by jax.distributed. Their output is "
-        "prefixed by their rank. When one fails, all are ended; the exit code is that of the first that failed.",
+        description="Start N processes of one moejax command on this machine, joined by jax.distributed. Their output "
+        "is prefixed by their rank. When one fails, all are ended; the exit code is that of the first that failed.",
         epilog="example: moejax launch local --processes 2 -- train configs/quickstart.yaml",
     )
     local.add_argument("--processes", type=int, required=True, metavar="N", help="number of processes")
