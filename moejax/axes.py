@@ -23,6 +23,7 @@ DIMS = {
     "experts": "routed experts",
     "expert_embed": "model width of expert tensors",
     "expert_mlp": "hidden width of routed experts",
+    "gate_up": "the gate and the up projection, side by side",
     "norm": "width of a normalisation scale",
 }
 """Logical dims of parameters, with what they count. Sharding rules are keyed by these names."""

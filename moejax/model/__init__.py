@@ -1,0 +1,1 @@
+"""Flax NNX modules of the decoder, their abstract parameters, and counting them."""

@@ -1,0 +1,134 @@
+"""The decoder: embedding, groups of layers under `lax.scan`, head; and its loss on one device."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.config import Config, LayerGroup, ModelConfig
+from moejax.model.block import Block, RMSNorm, Tokens
+from moejax.model.parameters import Abstract, weight
+from moejax.moe.statistics import Statistics
+from moejax.nn.cross_entropy import cross_entropy
+
+Params = dict[str, Any]
+GatherLayer = Callable[[str, Params], Params]
+"""Turns one repetition's slice of a group's stored weights into compute weights."""
+
+
+class Sums(NamedTuple):
+    """Sums over this device's valid tokens of one microbatch; they add up over devices and microbatches.
+
+    Attributes:
+        ce: Cross-entropy in nats, float32.
+        statistics: Of every MoE layer, stacked [L, ...]; None for a model without.
+    """
+
+    ce: jax.Array
+    statistics: Statistics | None
+
+
+def _policy(name: str) -> Callable[..., Any] | None:
+    if name == "save_exchange":
+        return jax.checkpoint_policies.save_only_these_names("exchange", "plan", "attention")
+    return None
+
+
+class Group:
+    """A pattern of layers whose weights are stacked over its repetitions."""
+
+    def __init__(self, config: Config, group: LayerGroup):
+        self.repeat, self.remat = group.repeat, config.remat.policy
+        self.blocks = {str(i): Abstract(Block(config, spec)) for i, spec in enumerate(group.pattern)}
+
+    def metadata(self, name: str) -> Params:
+        """One metadata field of every parameter."""
+        return {key: block.metadata(name) for key, block in self.blocks.items()}
+
+    @property
+    def shapes(self) -> Params:
+        """Shape and type of every parameter, stacked [repeat, ...]."""
+        one = {key: block.shapes for key, block in self.blocks.items()}
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct((self.repeat, *s.shape), s.dtype), one)
+
+    def apply(self, weights: Params, x_BSD: jax.Array, tokens: Tokens, gather: Callable[[Params], Params]) -> Any:
+        """Scan over repetitions; returns hidden states and statistics stacked [repeat x MoE layers of the pattern]."""
+
+        def repetition(x_BSD: jax.Array, stored: Params) -> tuple[jax.Array, Statistics | None]:
+            layers, found = gather(stored), []
+            for name, block in self.blocks.items():
+                x_BSD, statistics = block.bind(layers[name])(x_BSD, tokens)
+                found += [] if statistics is None else [statistics]
+            return x_BSD, jax.tree.map(lambda *s: jnp.stack(s), *found) if found else None
+
+        if self.remat != "none":
+            repetition = jax.checkpoint(repetition, policy=_policy(self.remat), prevent_cse=False)
+        x_BSD, statistics = jax.lax.scan(repetition, x_BSD, weights)
+        return x_BSD, jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), statistics)
+
+
+class Ends(nnx.Module):
+    """What stands before and after the layers: embedding, last norm, output head."""
+
+    def __init__(self, model: ModelConfig):
+        self.embed = weight((model.vocab_size, model.d_model), ("vocab", "embed"), model.init_std)
+        self.final_norm = RMSNorm(model.d_model, model.norm_eps)
+        tied = model.tie_embeddings
+        self.head = None if tied else weight((model.d_model, model.vocab_size), ("embed", "vocab"), model.init_std)
+
+    @property
+    def head_DV(self) -> jax.Array:
+        """Output projection."""
+        return self.embed[...].T if self.head is None else self.head[...]
+
+
+class Decoder:
+    """A decoder language model: abstract parameters, and functions of them."""
+
+    def __init__(self, config: Config):
+        self.config, self.dtype = config, jnp.dtype(config.model.dtype)
+        self.groups = {f"groups_{i}": Group(config, group) for i, group in enumerate(config.model.layers)}
+        self.ends = Abstract(Ends(config.model))
+
+    @property
+    def dims(self) -> Params:
+        """Logical dims of every parameter."""
+        stacked = {key: group.metadata("dims") for key, group in self.groups.items()}
+        stacked = jax.tree.map(lambda d: ("layers", *d), stacked, is_leaf=lambda x: isinstance(x, tuple))
+        return self.ends.metadata("dims") | stacked
+
+    @property
+    def stds(self) -> Params:
+        """Initial standard deviation of every parameter."""
+        return self.ends.metadata("std") | {key: group.metadata("std") for key, group in self.groups.items()}
+
+    @property
+    def shapes(self) -> Params:
+        """Shape and type of every parameter, float32."""
+        return self.ends.shapes | {key: group.shapes for key, group in self.groups.items()}
+
+    def hidden(self, weights: Params, batch: Params, gather_layer: GatherLayer) -> tuple[jax.Array, Statistics | None]:
+        """Normed final hidden states [B, S, D], and statistics of the MoE layers stacked [L, ...]."""
+        ends, tokens = self.bind_ends(weights), Tokens(batch["segments"], batch["positions"])
+        with jax.named_scope("embed"):
+            x_BSD = jnp.take(ends.embed[...], batch["tokens"], axis=0)
+        found = []
+        for name, group in self.groups.items():
+            x_BSD, statistics = group.apply(weights[name], x_BSD, tokens, partial(gather_layer, name))
+            found += [] if statistics is None else [statistics]
+        return ends.final_norm(x_BSD), jax.tree.map(lambda *s: jnp.concatenate(s), *found) if found else None
+
+    def bind_ends(self, weights: Params) -> Ends:
+        """Embedding, last norm and head with their weights."""
+        return self.ends.bind({key: value for key, value in weights.items() if key not in self.groups})
+
+    def sums(self, weights: Params, batch: Params, gather_layer: GatherLayer) -> Sums:
+        """Cross-entropy and statistics summed over a batch of this device."""
+        x_BSD, statistics = self.hidden(weights, batch, gather_layer)
+        with jax.named_scope("head"):
+            x_TD, valid_T = x_BSD.reshape(-1, x_BSD.shape[-1]), batch["segments"].reshape(-1) > 0
+            ce = cross_entropy(x_TD, self.bind_ends(weights).head_DV, batch["targets"].reshape(-1), valid_T)
+        return Sums(ce, statistics)

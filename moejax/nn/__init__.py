@@ -1,0 +1,1 @@
+"""Pure per-device functions: norms, rotary embedding, attention, dense FFN, cross-entropy."""

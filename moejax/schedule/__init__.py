@@ -1,0 +1,1 @@
+"""How microbatches become gradients."""

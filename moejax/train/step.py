@@ -1,0 +1,108 @@
+"""The training step: gather weights, run the schedule, reduce gradients, update."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from moejax.axes import AXES, BATCH_AXES, CONTEXT, TOKEN_AXES
+from moejax.config import Config
+from moejax.model.decoder import Decoder, Params, Sums
+from moejax.moe.statistics import summarize
+from moejax.schedule.sequential import accumulate
+from moejax.sharding import gather, gather_for, is_layout, reduce, sum_of_squares
+from moejax.train.state import TrainState
+
+BATCH_SPEC = PartitionSpec(BATCH_AXES, CONTEXT)
+"""Sharding of the [B, S] arrays of a batch."""
+
+
+def losses(sums: Sums, num_tokens: jax.Array, config: Config) -> dict[str, jax.Array]:
+    """Loss and its parts, each a sum over tokens divided by the valid tokens of the whole step.
+
+    The balance loss and the z-loss are means over MoE layers as well. Applied to one device's sums of
+    one microbatch this is its additive share, so padding, microbatches and mesh change no gradient.
+    """
+    tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
+    parts = {"ce_loss": sums.ce / tokens, "balance_loss": jnp.zeros_like(sums.ce), "z_loss": jnp.zeros_like(sums.ce)}
+    if sums.statistics is not None:
+        scale = tokens * config.model.num_moe_layers
+        parts["balance_loss"] = jnp.sum(sums.statistics.balance_sum) / scale
+        parts["z_loss"] = jnp.sum(sums.statistics.z_sum) / scale
+    extra = config.loss.balance_weight * parts["balance_loss"] + config.loss.z_weight * parts["z_loss"]
+    return {"loss": parts["ce_loss"] + extra, **parts}
+
+
+def _gradients(
+    decoder: Decoder, layouts: Params, config: Config, params: Params, batch: Params
+) -> tuple[Params, Params]:
+    """Inside `shard_map`: reduced gradients in storage layout, and metrics equal on every device."""
+    mode, dtype = config.weights.gather, decoder.dtype
+    groups = {key: layouts[key] for key in decoder.groups}
+    layer = jax.tree.map(lambda layout: layout.without_layers(), groups, is_leaf=is_layout)
+    outside = {key: layouts[key] for key in layouts if not (mode == "layer" and key in groups)}
+
+    def gather_layer(name: str, weights: Params) -> Params:
+        return gather_for(layer[name], dtype)(weights) if mode == "layer" else weights
+
+    def loss_fn(weights: Params, microbatch: Params) -> tuple[jax.Array, Sums]:
+        if mode != "step":
+            weights = weights | gather_for(outside, dtype)({key: weights[key] for key in outside})
+        sums = decoder.sums(weights, microbatch, gather_layer)
+        return losses(sums, num_tokens, config)["loss"], sums
+
+    num_tokens = lax.psum(jnp.sum(batch["segments"] > 0, dtype=jnp.int32), TOKEN_AXES)
+    microbatches = jax.tree.map(lambda a: a.reshape(config.train.microbatches, -1, a.shape[-1]), batch)
+    weights = gather(params, layouts, dtype) if mode == "step" else params
+    grads, sums = accumulate(loss_fn, weights, microbatches)
+    grads = reduce(grads, layouts) if mode == "step" else grads
+    sums = lax.psum(sums, TOKEN_AXES)
+    squares = lax.psum(sum_of_squares(grads, layouts, config.mesh), AXES)
+    metrics = losses(sums, num_tokens, config) | {"grad_norm": jnp.sqrt(squares), "tokens": num_tokens}
+    if sums.statistics is not None:
+        metrics |= summarize(sums.statistics.requested_E, sums.statistics.dropped)
+    return grads, metrics
+
+
+def gradient_function(decoder: Decoder, layouts: Params, config: Config, mesh: Mesh) -> Any:
+    """(params, batch) to (gradients in storage layout, metrics): one `shard_map` over all mesh axes."""
+    storage = jax.tree.map(lambda layout: layout.storage_spec, layouts, is_leaf=is_layout)
+
+    def body(params: Params, batch: Params) -> tuple[Params, Params]:
+        return _gradients(decoder, layouts, config, params, batch)
+
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=(storage, BATCH_SPEC), out_specs=(storage, PartitionSpec()), check_vma=True
+    )
+
+
+def evaluation_function(decoder: Decoder, layouts: Params, config: Config, mesh: Mesh) -> Any:
+    """(params, batch) to sums over valid positions: cross-entropy in nats, and tokens."""
+    storage = jax.tree.map(lambda layout: layout.storage_spec, layouts, is_leaf=is_layout)
+
+    def body(params: Params, batch: Params) -> Params:
+        sums = decoder.sums(gather(params, layouts, decoder.dtype), batch, lambda name, weights: weights)
+        tokens = jnp.sum(batch["segments"] > 0, dtype=jnp.int32)
+        return lax.psum({"loss_sum": sums.ce, "tokens": tokens}, TOKEN_AXES)
+
+    return jax.shard_map(body, mesh=mesh, in_specs=(storage, BATCH_SPEC), out_specs=PartitionSpec(), check_vma=True)
+
+
+def update(
+    state: TrainState, grads: Params, metrics: Params, optimizer: optax.GradientTransformation, clip_norm: float | None
+) -> tuple[TrainState, Params]:
+    """Clip, and apply the optimizer to the storage shards; a step that is not finite changes nothing but its counters."""
+    norm = metrics["grad_norm"]
+    finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
+    if clip_norm is not None:
+        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
+        grads = jax.tree.map(lambda g: g * scale, grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    new = (optax.apply_updates(state.params, updates), opt_state)
+    params, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, (state.params, state.opt_state))
+    bad = jnp.int32(1) - finite.astype(jnp.int32)
+    state = TrainState(state.step + 1, params, opt_state, state.skipped + bad, (state.bad_streak + 1) * bad)
+    return state, metrics | {"skipped_steps": state.skipped, "bad_streak": state.bad_streak}
