@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from moejax.data.tokenfile import is_token_folder
 from moejax.errors import UserError
 
 STDLIB = "stdlib"
@@ -102,12 +103,13 @@ def _match(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        if (path / "manifest.json").exists():
+        if is_token_folder(path):
             raise UserError(f"{source}: already holds tokens; give the text that they were made from")
         files = [file for file in path.rglob("*") if file.is_file() and file.name.endswith(endings)]
         if not files:
             raise UserError(
-                f"{source}: no file that ends in {', '.join(endings)}; for other text files give a glob, such as '{source}/**/*.md'"
+                f"{source}: no file that ends in {', '.join(endings)}; for other text files give a glob, such as"
+                f" '{source}/**/*.md'"
             )
         return files
     files = [Path(file) for file in glob.glob(str(path), recursive=True) if os.path.isfile(file)]
@@ -196,19 +198,14 @@ def _text_of(line: bytes, piece: Piece, count: int) -> str:
 
 def _read_parquet(piece: Piece, skipped: Counter[str]) -> Iterator[str]:
     try:
-        from pyarrow import ArrowException
-        from pyarrow import parquet
+        from pyarrow import ArrowException, parquet
     except ImportError:
         raise UserError(f"{piece.path}: reading .parquet needs pyarrow; pip install 'moejax[data]'") from None
     try:
         with parquet.ParquetFile(piece.path) as file:
-            if "text" not in file.schema_arrow.names or str(file.schema_arrow.field("text").type) not in (
-                "string",
-                "large_string",
-            ):
-                raise UserError(
-                    f"{piece.path}: no string column 'text'; columns are {', '.join(file.schema_arrow.names)}"
-                )
+            columns = dict(zip(file.schema_arrow.names, map(str, file.schema_arrow.types), strict=True))
+            if columns.get("text") not in ("string", "large_string"):
+                raise UserError(f"{piece.path}: no string column 'text'; columns are {', '.join(columns)}")
             for batch in file.iter_batches(batch_size=1024, columns=["text"]):
                 yield from (text for text in batch.column(0).to_pylist() if text)
     except (ArrowException, OSError) as error:

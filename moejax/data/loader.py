@@ -17,7 +17,7 @@ from moejax.config import Config
 from moejax.data.corpora import STDLIB
 from moejax.data.packing import KEYS, Batch, PackedRows, Split, split_runs
 from moejax.data.prepare import make_plan, prepare
-from moejax.data.tokenfile import MANIFEST, TokenFile
+from moejax.data.tokenfile import TokenFile, is_token_folder
 from moejax.data.tokenizer import Tokenizer, load_tokenizer
 from moejax.errors import UserError
 
@@ -52,25 +52,21 @@ class Loader:
         self.token_bytes = self.tokenizer.token_bytes
         if self.vocab_size > config.model.vocab_size:
             raise UserError(
-                f"model.vocab_size={config.model.vocab_size}: must be at least {self.vocab_size}, the vocabulary of data.tokenizer={data.tokenizer}"
+                f"model.vocab_size={config.model.vocab_size}: must be at least {self.vocab_size}, the vocabulary of"
+                f" data.tokenizer={data.tokenizer}"
             )
         self.batch_size, self._length = data.batch_size, data.sequence_length
         files = [open_corpus(config, source.corpus, self.tokenizer, quiet) for source in data.sources]
-        sources = [
-            PackedRows(
-                file.tokens,
-                file.ends,
-                split_runs(file.ends, split, data.heldout_fraction),
-                self.tokenizer.eod,
-                self._length,
-            )
-            for file in files
-        ]
+        sources = [self._packed(file, split, data.heldout_fraction) for file in files]
         weights = [source.weight for source in data.sources]
         self.num_rows = sum(map(len, sources))
         self._rows = _stream(sources, weights, config.run.seed if split == "train" else None)
         facts = [[file.manifest.content for file in files], weights, self.tokenizer.hash, data.heldout_fraction, split]
         self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def _packed(self, file: TokenFile, split: Split, fraction: float) -> PackedRows:
+        runs = split_runs(file.ends, split, fraction)
+        return PackedRows(file.tokens, file.ends, runs, self.tokenizer.eod, self._length)
 
     def batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
         """Return rows of global batch `step`.
@@ -88,6 +84,7 @@ class Loader:
             if not 0 <= row < self.batch_size:
                 raise IndexError(f"row {row} of a batch of {self.batch_size}")
             values = self._rows[step * self.batch_size + row]
+            assert values is not None
             for key in KEYS:
                 out[key][to] = values[key]
         return out
@@ -108,14 +105,12 @@ def open_corpus(config: Config, corpus: str, tokenizer: Tokenizer, quiet: bool =
         quiet: Show no progress.
     """
     folder = Path(corpus).expanduser()
-    if corpus != STDLIB and ((folder / MANIFEST).exists() or (folder / ".partial").exists()):
+    if corpus != STDLIB and is_token_folder(folder):
         file = TokenFile(folder)
         file.require(tokenizer)
         return file
     plan = make_plan([corpus], tokenizer)
-    cache = (
-        Path(config.data.cache).expanduser() if config.data.cache else Path(config.run.root).expanduser() / ".tokens"
-    )
+    cache = Path(config.data.cache or Path(config.run.root, ".tokens")).expanduser()
     folder = cache / plan.key[:16]
     prepare(plan, folder, tokenizer, quiet=quiet)
     return TokenFile(folder)

@@ -111,10 +111,10 @@ class PackedRows:
     def __repr__(self) -> str:
         return f"PackedRows({len(self)} rows of {self._length} tokens)"
 
-    def __getitem__(self, row: int) -> Batch:
+    def __getitem__(self, index: int) -> Batch:
         S = self._length
         out = {key: np.zeros(S, np.int32) for key in KEYS}
-        stream = row * S
+        stream = index * S
         size = min(S, self.num_tokens - stream)
         run = int(np.searchsorted(self._stream_R, stream, side="right")) - 1
         starts_S = np.zeros(S, bool)
@@ -126,9 +126,9 @@ class PackedRows:
             done += end - begin
             run += 1
         segments_s = np.cumsum(starts_S[:size])
-        index_s = np.arange(size)
+        range_s = np.arange(size)
         out["segments"][:size] = segments_s
-        out["positions"][:size] = index_s - index_s[starts_S[:size]][segments_s - 1]
+        out["positions"][:size] = range_s - range_s[starts_S[:size]][segments_s - 1]
         return out
 
     def _copy(self, out: Batch, starts_S: np.ndarray, to: slice, begin: int, end: int) -> None:

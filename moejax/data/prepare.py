@@ -4,7 +4,6 @@ Plan (files to pieces to shards), make the missing shards, join them, write the 
 FOLDER/.partial/PLAN until the manifest is there. The result does not depend on the number of workers.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -15,11 +14,13 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import filelock
+import numpy as np
 from rich.console import Console
 
 from moejax.data.corpora import PIECE, Piece, find_files, find_pieces
-from moejax.data.shards import Shard, replacing, shard_files
-from moejax.data.tokenfile import FORMAT, MANIFEST, Manifest, checksum, read_manifest
+from moejax.data.files import readable_errors, replacing
+from moejax.data.shards import Shard, shard_files
+from moejax.data.tokenfile import FORMAT, MANIFEST, Manifest, checksum, is_token_folder, read_manifest
 from moejax.data.tokenizer import JsonTokenizer, Tokenizer
 from moejax.data.workers import make_shards
 from moejax.errors import UserError
@@ -81,14 +82,17 @@ def prepare(
     """
     folder = Path(folder).expanduser()
     console = Console(stderr=True, quiet=quiet)
-    done = _existing(folder, plan)
-    if done:
-        return done
-    with _readable_errors(folder):
+    manifest = _existing(folder, plan)
+    if manifest and not (folder / ".partial").exists():
+        return manifest
+    with readable_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, console):
-            done = _existing(folder, plan)
-            return done or _prepare(plan, folder, tokenizer, workers or len(os.sched_getaffinity(0)), console)
+            for left in folder.glob(".*.tmp"):  # of a process that was killed: nobody else works here
+                left.unlink(missing_ok=True)
+            manifest = _existing(folder, plan) or _prepare(plan, folder, tokenizer, workers or _num_cores(), console)
+            shutil.rmtree(folder / ".partial", ignore_errors=True)
+            return manifest
 
 
 def _prepare(plan: Plan, folder: Path, tokenizer: Tokenizer, workers: int, console: Console) -> Manifest:
@@ -108,29 +112,25 @@ def _prepare(plan: Plan, folder: Path, tokenizer: Tokenizer, workers: int, conso
     manifest = _join(plan, shards, folder, partial, tokenizer)
     with replacing(folder / MANIFEST) as out:
         out.write(manifest.to_json().encode())
-    shutil.rmtree(folder / ".partial", ignore_errors=True)
     return manifest
 
 
 def _join(plan: Plan, shards: Sequence[Shard], folder: Path, partial: Path, tokenizer: Tokenizer) -> Manifest:
     """Write tokens.bin and documents.bin from finished shards."""
-    import numpy as np
-
     if not sum(shard.documents for shard in shards):
-        raise UserError(
-            f"{folder}: the sources hold no text; files read: {plan.files}, not UTF-8: {sum(s.undecodable for s in shards)}"
-        )
-    content = hashlib.sha256()
+        undecodable = sum(shard.undecodable for shard in shards)
+        raise UserError(f"{folder}: the sources hold no text (files read: {plan.files}, not UTF-8: {undecodable})")
+    hashes = {"tokens": hashlib.sha256(), "documents": hashlib.sha256()}
     before = 0
     with replacing(folder / "tokens.bin") as tokens_out, replacing(folder / "documents.bin") as documents_out:
         for index, shard in enumerate(shards):
             tokens_file, documents_file, _ = shard_files(partial, index)
             with open(tokens_file, "rb") as stream:
                 while block := stream.read(2**23):
-                    content.update(block)
+                    hashes["tokens"].update(block)
                     tokens_out.write(block)
             ends = (np.fromfile(documents_file, "<i8") + before).tobytes()
-            content.update(ends)
+            hashes["documents"].update(ends)
             documents_out.write(ends)
             before += shard.tokens
     counts = {name: sum(getattr(shard, name) for shard in shards) for name in asdict(shards[0])}
@@ -142,7 +142,7 @@ def _join(plan: Plan, shards: Sequence[Shard], folder: Path, partial: Path, toke
         vocab_size=tokenizer.vocab_size,
         dtype=tokenizer.dtype.str,
         files=plan.files,
-        content=content.hexdigest(),
+        content=hashlib.sha256(b"".join(part.digest() for part in hashes.values())).hexdigest(),
         checksums={name: checksum(folder / name) for name in ("tokens.bin", "documents.bin")},
         **counts,
     )
@@ -154,7 +154,7 @@ def _existing(folder: Path, plan: Plan) -> Manifest | None:
         return None
     if not folder.is_dir():
         raise UserError(f"{folder}: is a file; give a folder to write tokens to")
-    if (folder / MANIFEST).exists():
+    if is_token_folder(folder) and (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         if manifest.plan != plan.key:
             raise UserError(
@@ -163,9 +163,7 @@ def _existing(folder: Path, plan: Plan) -> Manifest | None:
         return manifest
     strange = [item.name for item in folder.iterdir() if item.name not in _OURS and not item.name.endswith(".tmp")]
     if strange:
-        raise UserError(
-            f"{folder}: is not empty ('{min(strange)}' is no part of a folder of tokens); give a new or empty folder"
-        )
+        raise UserError(f"{folder}: holds other files, such as '{min(strange)}'; give a new or empty folder")
     return None
 
 
@@ -184,16 +182,7 @@ def _locked(folder: Path, console: Console) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def _readable_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free = shutil.disk_usage(folder if folder.exists() else Path.cwd()).free
-            raise UserError(
-                f"{folder}: the disk is full ({free / 2**20:.0f} MiB free); free some space or give a folder on another disk, then run the same again"
-            ) from error
-        raise UserError(
-            f"{error.filename or folder}: {error.strerror or error}; give a folder that can be written"
-        ) from error
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -5,17 +5,16 @@ the shard's start), and NAME.json, which is renamed into place last: a shard wit
 """
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
 from moejax.data.corpora import Piece, read_documents
+from moejax.data.files import readable_errors, replacing
 from moejax.data.tokenizer import Tokenizer, load_tokenizer
 from moejax.errors import UserError
 
@@ -58,7 +57,7 @@ def write_shard(
         index: Number of the shard.
         pieces: What to read, in order.
         tokenizer: The tokenizer.
-        progress: Called with the number of text bytes done since the last call.
+        progress: Called with the number of text bytes done so far.
     """
     skipped: Counter[str] = Counter()
     total = documents = text_bytes = 0
@@ -70,37 +69,11 @@ def write_shard(
             documents_out.write((total + np.cumsum(lengths)).astype("<i8").tobytes())
             size = sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
             total, documents, text_bytes = total + len(tokens_n), documents + len(texts), text_bytes + size
-            progress(size)
+            progress(text_bytes)
     shard = Shard(total, documents, text_bytes, skipped["undecodable"])
     with replacing(counts_file) as out:
         out.write(json.dumps(asdict(shard)).encode())
     return shard
-
-
-class replacing:  # noqa: N801 reads as a verb in `with replacing(file) as out`
-    """Write a file under a temporary name; rename it on success, delete it on failure.
-
-    Args:
-        file: Where the file shall be. Until the end of the `with` block, nothing is there or the old file is.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._temporary = file, file.with_name(f".{file.name}.{os.getpid()}.tmp")
-
-    def __enter__(self) -> IO[bytes]:
-        self._out = open(self._temporary, "wb")
-        return self._out
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._out.flush()
-                os.fsync(self._out.fileno())
-            self._out.close()
-            if kind is None:
-                os.replace(self._temporary, self._file)
-        finally:
-            self._temporary.unlink(missing_ok=True)
 
 
 def _batches(pieces: Sequence[Piece], skipped: Counter[str]) -> Iterator[list[str]]:
@@ -119,16 +92,15 @@ def _batches(pieces: Sequence[Piece], skipped: Counter[str]) -> Iterator[list[st
 
 def main(folder: str, index: str) -> int:
     """Make one shard of the plan in `folder`; return the exit code, 2 with a line on standard error for bad input."""
-    plan = json.loads(Path(folder, "plan.json").read_text("utf-8"))
+    partial = Path(folder)
     try:
-        tokenizer = load_tokenizer(plan["tokenizer"])
-        pieces = [Piece(*piece) for piece in plan["shards"][int(index)]]
-        write_shard(Path(folder), int(index), pieces, tokenizer, lambda _: None)
+        with readable_errors(partial):
+            plan = json.loads((partial / "plan.json").read_text("utf-8"))
+            tokenizer = load_tokenizer(plan["tokenizer"])
+            pieces = [Piece(*piece) for piece in plan["shards"][int(index)]]
+            write_shard(partial, int(index), pieces, tokenizer, lambda _: None)
     except UserError as error:
         print(error, file=sys.stderr)  # noqa: T201 the parent reads it
-        return 2
-    except OSError as error:
-        print(f"{folder}: {error.strerror or error}", file=sys.stderr)  # noqa: T201
         return 2
     except KeyboardInterrupt:
         return 130

@@ -10,8 +10,9 @@ tokenizer.json, tokenizer_config.json   a copy of the tokenizer, unless it is `b
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 
@@ -21,6 +22,11 @@ from moejax.errors import UserError
 FORMAT = 1
 MANIFEST = "manifest.json"
 _SAMPLES, _SAMPLE = 64, 2**20
+
+
+def is_token_folder(folder: Path) -> bool:
+    """Return whether `folder` holds tokens, or the beginnings of them, and not text."""
+    return any((folder / name).exists() for name in ("tokens.bin", "documents.bin", ".partial"))
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,9 @@ class Manifest:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
+_TYPES = get_type_hints(Manifest) | {"checksums": dict}
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json of `folder`.
 
@@ -76,11 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{folder}: tokens of format {values['format']}, but this version reads {FORMAT}; prepare them again"
             )
         manifest = Manifest(**values)
-        if any(
-            type(getattr(manifest, field.name)) is not field.type
-            for field in fields(Manifest)
-            if isinstance(field.type, type) and field.type in (int, str)
-        ):
+        if any(type(value) is not _TYPES[name] for name, value in asdict(manifest).items()):
             raise TypeError("a value of the wrong type")
         np.dtype(manifest.dtype)
     except FileNotFoundError:
@@ -141,7 +146,8 @@ class TokenFile:
             own = self.folder / "tokenizer.json"
             name = str(own) if own.exists() else self.manifest.tokenizer
             raise UserError(
-                f"{self.folder}: prepared with another tokenizer than data.tokenizer={tokenizer.name}; set data.tokenizer={name}, or prepare the text again"
+                f"{self.folder}: prepared with another tokenizer than data.tokenizer={tokenizer.name};"
+                f" set data.tokenizer={name}, or prepare the text again"
             )
 
     def _map(self, name: str, dtype: np.dtype, count: int) -> np.ndarray:

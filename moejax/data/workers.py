@@ -9,15 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from moejax.data.corpora import Piece
+from moejax.data.progress import progress_bar
 from moejax.data.shards import Shard, read_shard, write_shard
 from moejax.data.tokenizer import Tokenizer
 from moejax.errors import UserError
@@ -37,12 +36,18 @@ def make_shards(
     """
     sizes = [sum((p.end or os.path.getsize(p.path)) - p.begin for p in pieces) for pieces in plan]
     missing = [i for i in range(len(plan)) if read_shard(partial, i, tokenizer) is None]
-    with _progress(console, sum(sizes), sum(sizes) - sum(sizes[i] for i in missing)) as advance:
+    done = sum(sizes) - sum(sizes[index] for index in missing)
+    with progress_bar(console, "tokenizing", sum(sizes)) as show:
+        show(done)
         if min(workers, len(missing)) <= 1:
             for index in missing:
-                write_shard(partial, index, plan[index], tokenizer, advance)
+                write_shard(partial, index, plan[index], tokenizer, lambda part, done=done: show(done + part))
+                done += sizes[index]
+                show(done)
         else:
-            _in_processes(partial, missing, workers, lambda index: advance(sizes[index]))
+            for index in _in_processes(partial, missing, workers):
+                done += sizes[index]
+                show(done)
     shards = [read_shard(partial, index, tokenizer) for index in range(len(plan))]
     lost = [index for index, shard in enumerate(shards) if shard is None]
     if lost:
@@ -50,7 +55,8 @@ def make_shards(
     return [shard for shard in shards if shard is not None]
 
 
-def _in_processes(partial: Path, missing: Sequence[int], workers: int, finished: Callable[[int], None]) -> None:
+def _in_processes(partial: Path, missing: Sequence[int], workers: int) -> Iterator[int]:
+    """Make shards, `workers` at a time; yield each when it is finished."""
     waiting = list(reversed(missing))
     running: list[tuple[int, subprocess.Popen[bytes], IO[bytes]]] = []
     try:
@@ -63,7 +69,7 @@ def _in_processes(partial: Path, missing: Sequence[int], workers: int, finished:
                 index, process, errors = item
                 with errors:
                     _check(process.returncode, errors)
-                finished(index)
+                yield index
             time.sleep(0.02)
     finally:
         for _, process, errors in running:
@@ -77,7 +83,7 @@ def _start(partial: Path, index: int) -> tuple[subprocess.Popen[bytes], IO[bytes
     # Each worker has one core: the tokenizers' own threads would compete for the same ones.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAYON_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "moejax.data.shards", str(partial), str(index)]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=errors), errors  # noqa: S603
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=errors), errors
 
 
 def _check(code: int, errors: IO[bytes]) -> None:
@@ -92,11 +98,3 @@ def _check(code: int, errors: IO[bytes]) -> None:
             f"a worker was killed by signal {-code}, perhaps for memory; run the same again with fewer workers"
         )
     raise RuntimeError(f"a worker failed with exit code {code}:\n{message}")
-
-
-@contextmanager
-def _progress(console: Console, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("tokenizing", total=total, completed=done)
-        yield lambda size: progress.advance(task, size)
