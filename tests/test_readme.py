@@ -31,7 +31,9 @@ TAKE_CONFIG = ("train", "plan", "launch")
 def blocks(text: str) -> list[tuple[str, str]]:
     """Return the code blocks of a Markdown text, fenced or indented, each with its language ("" if none is named)."""
     found: list[tuple[str, str]] = []
-    for fenced in re.finditer(r"^```(\w*)\n(.*?)^```$|((?:^    .*\n|^\n(?=    ))+)", text, re.MULTILINE | re.DOTALL):
+    for fenced in re.finditer(
+        r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n|^\n(?=    ))+)", text, re.MULTILINE | re.DOTALL
+    ):
         language, body, indented = fenced.groups()
         if indented is not None:
             body = re.sub(r"^    ", "", indented, flags=re.MULTILINE).strip("\n") + "\n"
