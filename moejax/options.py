@@ -1,5 +1,6 @@
 """The options of a run as a flat list, from the dataclasses of `config.py`: for help texts and error messages."""
 
+import inspect
 import re
 import types
 from collections.abc import Iterator
@@ -43,13 +44,13 @@ def options(section: type = Config, prefix: str = "") -> Iterator[Option]:
 @cache
 def argument_texts(section: type) -> dict[str, str]:
     """Return argument name to text, from the `Args:` block of a docstring (one entry a line, deeper lines go on)."""
-    _, _, block = (section.__doc__ or "").partition("Args:\n")
+    _, _, block = (inspect.getdoc(section) or "").partition("Args:\n")
     texts: dict[str, str] = {}
     name = ""
     for line in block.splitlines():
-        if match := re.match(r" {8}(\w+): (.*)", line):
+        if match := re.match(r" {4}(\w+): (.*)", line):
             name, texts[match[1]] = match[1], match[2]
-        elif name and line.startswith(" " * 12):
+        elif name and line.startswith(" " * 8):
             texts[name] += " " + line.strip()
     return texts
 

@@ -144,8 +144,20 @@ def test_overrides_are_refused_where_no_configuration_is_taken(capsys: pytest.Ca
 
 
 def test_what_follows_two_dashes_is_left_alone() -> None:
-    line = ["launch", "--", "train", "c", "--mesh.expert=2"]
-    assert frame.split_overrides(line) == (line, [])
+    line = ["launch", "--a.b", "1", "--", "train", "c", "--mesh.expert=2", "--", "x"]
+    assert frame.split_command_line(line) == (["launch"], ["a.b=1"], ["train", "c", "--mesh.expert=2", "--", "x"])
+
+
+def test_two_dashes_are_refused_where_nothing_may_follow(
+    verb: list[argparse.Namespace], config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert frame.main(["try", config, "--", "train"]) == 2
+    assert "'moejax try' takes nothing after --" in capsys.readouterr().err
+
+
+def test_launch_wants_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.main(["launch", "local", "--processes=2"]) == 2
+    assert "no command to start: write it after --" in capsys.readouterr().err
 
 
 def test_module_equals_command() -> None:
@@ -178,7 +190,7 @@ def test_crash_of_a_process_has_code_1() -> None:
     program = (
         "import sys\nfrom moejax.cli import main as frame\n"
         "def broken(arguments): raise ValueError('a bug')\n"
-        "frame.split_overrides = broken\nsys.exit(frame.main([]))\n"
+        "frame.split_command_line = broken\nsys.exit(frame.main([]))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1

@@ -131,10 +131,9 @@ def test_the_command_line_starts_moejax() -> None:
     command = [sys.executable, "-m", "moejax", "launch", "local", "--processes=2", "--", "lunch", "--mesh.expert=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ), check=False)
     assert done.returncode == 2
-    assert sorted(line[:23] for line in done.stdout.splitlines()) == [
-        "[0] error: 'lunch': no ",
-        "[1] error: 'lunch': no ",
-    ]
+    # the first to fail may end the other before it says the same
+    assert {line[3:] for line in done.stdout.splitlines()} == {done.stdout.splitlines()[0][3:]}
+    assert done.stdout.startswith(("[0] error: 'lunch': no such command", "[1] error: 'lunch': no such command"))
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two"])

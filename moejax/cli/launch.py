@@ -33,21 +33,23 @@ def register(subparsers: Any) -> None:
     where = parser.add_subparsers(dest="where", metavar="WHERE", required=True)
     local = where.add_parser(
         "local",
+        usage="moejax launch local --processes N -- COMMAND [ARGUMENT ...]",
         help="on this machine",
         description="Start N processes of one moejax command on this machine, joined by jax.distributed. Their output "
         "is prefixed by their rank. When one fails, all are ended; the exit code is that of the first that failed.",
         epilog="example: moejax launch local --processes 2 -- train configs/quickstart.yaml",
     )
     local.add_argument("--processes", type=int, required=True, metavar="N", help="number of processes")
-    local.add_argument("command", nargs="+", metavar="COMMAND", help="after --: a moejax command, as in: train CONFIG")
-    local.set_defaults(run=run)
+    local.set_defaults(run=run, takes_after=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Start the processes, wait for them, return the exit code of the first that failed, or 0."""
     if args.processes < 1:
         raise UserError(f"--processes {args.processes}: must be at least 1")
-    return Group(args.processes, [sys.executable, "-m", "moejax", *args.command]).wait()
+    if not args.after:
+        raise UserError("no command to start: write it after --, as in '-- train CONFIG'")
+    return Group(args.processes, [sys.executable, "-m", "moejax", *args.after]).wait()
 
 
 class Group:

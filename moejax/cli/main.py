@@ -2,6 +2,7 @@
 
 A verb is a file of this folder with `register(subparsers)`, which adds a parser and sets its default `run`, a
 function from the parsed arguments to an exit code (or None). Verbs import JAX inside `run`, so that help is quick.
+A verb with the default `takes_after` gets what follows `--` as `args.after`.
 """
 
 import argparse
@@ -86,12 +87,13 @@ def config_from(args: argparse.Namespace) -> "Config":
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line, without the program's name; return its exit code."""
     try:
-        arguments, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-        parser = _parser(arguments)
-        args = parser.parse_args(arguments)
-        args.overrides = overrides
+        arguments, overrides, after = split_command_line(sys.argv[1:] if argv is None else argv)
+        args = _parser(arguments).parse_args(arguments)
+        args.overrides, args.after = overrides, after
         if overrides and not getattr(args, "takes_config", False):
-            raise UserError(f"{overrides[0]}: 'moejax {args.verb}' takes no configuration options; see --help")
+            raise UserError(f"--{overrides[0]}: 'moejax {args.verb}' takes no configuration options; see --help")
+        if after and not getattr(args, "takes_after", False):
+            raise UserError(f"-- {' '.join(after)}: 'moejax {args.verb}' takes nothing after --; see --help")
         return args.run(args) or 0
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -104,30 +106,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into its other arguments and its dotted overrides, as `key=value`.
+def split_command_line(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Split a command line into its plain arguments, its dotted overrides (as `key=value`), and what follows `--`.
 
-    Every flag with a dot in its name is an override, written `--a.b=value` or `--a.b value`; after `--` nothing is.
+    Every flag with a dot in its name is an override, written `--a.b=value` or `--a.b value`.
 
     Raises:
         UserError: An override without a value.
     """
-    rest: list[str] = []
+    plain: list[str] = []
     overrides: list[str] = []
     items = iter(argv)
     for item in items:
         flag, equals, value = item.partition("=")
         if item == "--":
-            return [*rest, item, *items], overrides
+            break
         if not (flag.startswith("--") and "." in flag):
-            rest.append(item)
+            plain.append(item)
             continue
         if not equals:
             value = next(items, "--")
             if value.startswith("--"):
                 raise UserError(f"{flag}: needs a value, as in {flag}=value")
         overrides.append(f"{flag.removeprefix('--')}={value}")
-    return rest, overrides
+    return plain, overrides, list(items)
 
 
 def verbs() -> list[str]:
