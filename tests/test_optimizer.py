@@ -18,13 +18,13 @@ DIMS = {
         "out": ("layers", "heads", "head_dim", "embed"),
         "router": ("layers", "embed", "router"),
         "up": ("layers", "experts", "expert_embed", "expert_mlp"),
-        "gate_up": ("layers", "experts", "expert_embed", None, "expert_mlp"),
+        "gate_up": ("layers", "experts", "expert_embed", "gate_up", "expert_mlp"),
         "norm": ("layers", "norm"),
     },
     "head": {"kernel": ("embed", "vocab")},
 }
 SIZES = {"vocab": 11, "embed": 6, "layers": 2, "heads": 2, "head_dim": 4, "router": 3, "experts": 3, "expert_embed": 6}
-SIZES |= {"expert_mlp": 5, "norm": 6, None: 2}
+SIZES |= {"expert_mlp": 5, "norm": 6, "gate_up": 2}
 NO_DECAY = {("embed", "table"), ("groups_0", "norm"), ("head", "kernel")}
 ADAM_WITH_MUON = NO_DECAY | {("groups_0", "router")}
 

@@ -24,6 +24,9 @@ MUON_RMS = 0.2
 """Size (root mean square) of a Muon update before the learning rate; AdamW's is about this, so both share one rate."""
 
 
+_MATRIX_COUNTS = ("layers", "experts", "gate_up")
+
+
 def make_schedule(config: Config) -> Schedule:
     """Return the learning rate as a function of the number of updates made so far.
 
@@ -60,13 +63,13 @@ def decays(dims: Dims) -> bool:
 def muon_matrix(dims: Dims) -> MuonDimensionNumbers | None:
     """Return which dims of a parameter are rows and columns of its matrices, or None where AdamW takes it.
 
-    Dims `layers` and `experts` and unnamed dims count matrices: each is orthogonalised on its own. Heads and their
+    Dims `layers`, `experts` and `gate_up` count matrices: each is orthogonalised on its own. Heads and their
     width are one side of the matrix: [embed, heads, head_dim] has columns (heads, head_dim), an output
     projection [heads, head_dim, embed] has rows (heads, head_dim).
     """
     if {"norm", "vocab", "router"} & set(dims):
         return None
-    sides = [axis for axis, dim in enumerate(dims) if dim not in ("layers", "experts", None)]
+    sides = [axis for axis, dim in enumerate(dims) if dim not in _MATRIX_COUNTS]
     if len(sides) < 2:
         return None
     num_rows = 2 if dims[sides[0]] in ("heads", "kv_heads") and len(sides) > 2 else 1
