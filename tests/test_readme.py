@@ -78,13 +78,17 @@ def test_make_commands_exist(line: str) -> None:
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder that looks like the checkout, for runs to be written into."""
-    path = tmp_path_factory.mktemp("readme")
+def checkout(path: Path) -> Path:
+    """Make `path` look like the checkout, for runs to be written into."""
     (path / "configs").symlink_to(ROOT / "configs")
     (path / "README.md").symlink_to(ROOT / "README.md")
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of all command lines: later ones use what earlier ones left."""
+    return checkout(tmp_path_factory.mktemp("readme"))
 
 
 def small(line: str) -> list[str]:
@@ -104,8 +108,8 @@ def test_moejax_commands_run(line: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("body", PYTHON)
-def test_python_examples_run(body: str, folder: Path) -> None:
-    run_python(["-c", body], folder)
+def test_python_examples_run(body: str, tmp_path: Path) -> None:
+    run_python(["-c", body], checkout(tmp_path))
 
 
 def run_python(arguments: list[str], folder: Path) -> None:
