@@ -14,14 +14,14 @@ STAMP := $(VENV)/.installed
 .PHONY: help setup quickstart test lint format
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '1,/^$$/s/^# //p' Makefile
 
 setup: $(STAMP)
 
 # Python knows the packages by this file, so it is the only reason to install again.
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed; install it, or name it: make setup PYTHON=..." >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (some minutes the first time)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
 	@touch $@
