@@ -12,8 +12,9 @@ import moejax
 from moejax.cli import main as frame
 from moejax.errors import UserError
 
-VERBS = ["bench", "data", "eval", "generate", "launch", "plan", "train"]
-COMMANDS = [[verb] for verb in VERBS] + [["launch", "local"], ["data", "prepare"]]
+FIXED_VERBS = {"data", "eval", "generate", "launch", "plan", "train"}
+"""Scripts outside use these names."""
+COMMANDS = [[verb] for verb in frame.verbs()] + [["launch", "local"], ["data", "prepare"]]
 
 
 def moejax_cli(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -57,8 +58,8 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_verbs_are_the_files_of_the_folder() -> None:
-    assert frame.verbs() == VERBS
+def test_verbs_that_scripts_use_are_there() -> None:
+    assert set(frame.verbs()) >= FIXED_VERBS
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -182,7 +183,7 @@ def test_help_and_configuration_import_no_jax() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    for name in VERBS:
+    for name in FIXED_VERBS:
         assert f"\n    {name} " in done.stdout
 
 
