@@ -63,11 +63,15 @@ def run_train_tokenizer(sources: Sequence[str], out: str, vocab_size: int) -> in
     from moejax.data.corpora import find_files, find_pieces, read_documents
     from moejax.data.files import readable_errors, replacing
     from moejax.data.progress import progress_bar
-    from moejax.data.tokenizer import train_bpe
+    from moejax.data.tokenizer import SMALLEST_BPE, train_bpe
 
     file = Path(out).expanduser()
     if file.exists():
         raise UserError(f"{out}: exists; token files may depend on it, so remove it yourself or give another name")
+    if vocab_size < SMALLEST_BPE:
+        raise UserError(
+            f"--vocab-size={vocab_size}: must be at least {SMALLEST_BPE}: every byte, and the end of a document"
+        )
     files = find_files(sources)
     with progress_bar(Console(stderr=True), "reading", sum(item.stat().st_size for item in files)) as show:
 

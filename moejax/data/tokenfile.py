@@ -161,7 +161,7 @@ class TokenFile:
                 )
             if checksum(file) != self.manifest.checksums.get(name):
                 raise UserError(f"{file}: is damaged, its checksum differs from the manifest's; {again}")
-            return np.memmap(file, dtype, mode="r", shape=(count,))
+            return np.asarray(np.memmap(file, dtype, mode="r", shape=(count,)))  # slices of a plain array are quicker
         except FileNotFoundError:
             raise UserError(f"{file}: is missing; {again}") from None
         except OSError as error:

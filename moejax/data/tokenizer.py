@@ -15,6 +15,7 @@ from moejax.errors import UserError
 
 BYTE_EOD = 256
 EOD_NAME = "<|endoftext|>"
+SMALLEST_BPE = 257
 # What published tokenizers call the token that ends a document, where no tokenizer_config.json says.
 _EOD_NAMES = (EOD_NAME, "<|end_of_text|>", "<|endofdocument|>", "<eos>", "</s>", "<eod>", "[SEP]")
 
@@ -140,14 +141,14 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
 
     Args:
         texts: Documents.
-        vocab_size: Largest vocabulary, special token included; at least 257, for every byte has a token.
+        vocab_size: Largest vocabulary, special token included; at least `SMALLEST_BPE`.
 
     Raises:
         UserError: `vocab_size` is too small, or there is no text.
     """
-    if vocab_size < 257:
+    if vocab_size < SMALLEST_BPE:
         raise UserError(
-            f"--vocab-size={vocab_size}: must be at least 257, one for each byte and one for the end of a document"
+            f"vocab_size={vocab_size}: must be at least {SMALLEST_BPE}: every byte, and the end of a document"
         )
     first = next(texts, None)
     if first is None:
