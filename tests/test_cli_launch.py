@@ -14,6 +14,7 @@ START = "import sys; from moejax.cli.launch import Group; sys.exit(Group(int(sys
 PLACE = """
 import os
 rank, count = os.environ["MOEJAX_PROCESS_ID"], os.environ["MOEJAX_NUM_PROCESSES"]
+print("[Gloo] Rank 0 is connected to 1 peer ranks.")
 print(f"{rank} of {count} at {os.environ['MOEJAX_COORDINATOR']}")
 """
 

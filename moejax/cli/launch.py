@@ -130,6 +130,8 @@ def _relay(rank: int, process: subprocess.Popen[str]) -> None:
     """Copy the output of one process line by line, with its rank before each line."""
     assert process.stdout is not None
     for line in process.stdout:
+        if line.startswith("[Gloo] Rank "):
+            continue  # the CPU's collectives report every connection that they make
         sys.stdout.write(f"[{rank}] {line.rstrip()}\n")
         sys.stdout.flush()
 
