@@ -60,6 +60,12 @@ def is_optional(hint: Any) -> bool:
     return get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
 
 
+def element(hint: Any) -> Any:
+    """Return the section that a list holds, as for `model.layers`; None for other types."""
+    inner = get_args(hint)[0] if get_origin(hint) is tuple else None
+    return inner if is_dataclass(inner) else None
+
+
 def without_none(hint: Any) -> Any:
     """Return `X` for a hint `X | None`, any other hint as it is."""
     rest = [arg for arg in get_args(hint) if arg is not type(None)]
@@ -79,4 +85,4 @@ def wanted(hint: Any) -> str:
         return f"a mapping, each value {wanted(args[1])}"
     if is_dataclass(hint):
         return "a mapping with keys from " + ", ".join(item.name for item in fields(hint))
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}.get(hint, str(hint))
+    return {int: "an integer", float: "a number", bool: "true or false", str: "text"}.get(hint, str(hint))

@@ -80,7 +80,8 @@ def test_train_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> No
     assert "(an integer; default 1)" in out
     assert "(one of step, microbatch, layer; default step)" in out
     assert "(a number, or null; default null)" in out
-    assert "{repeat: 3, pattern: [{ffn: moe, window: null}]}" in out
+    assert "    model.layers[].pattern[].ffn\n      Dense SwiGLU, or a mixture of experts." in out
+    assert "{repeat: 3, pattern: [{ffn: moe, window: null}]}" in " ".join(out.split())
 
 
 def test_overrides_in_both_forms_and_any_place(verb: list[argparse.Namespace], config: str) -> None:

@@ -185,7 +185,7 @@ def test_options_without_effect_are_refused() -> None:
         ("mesh:\n  exprt: 4\n", "did you mean 'mesh.expert'?"),
         ("msh:\n  expert: 4\n", "did you mean 'mesh'?"),
         ("mesh:\n", "mesh=null: must be a mapping"),
-        ("run:\n  name: 123\n", "run.name=123: must be a text"),
+        ("run:\n  name: 123\n", "run.name=123: must be text"),
         ("mesh: {data: 2, data: 4}\n", "line 1: key 'data' stands twice"),
         ("mesh: [\n", "line 2: "),
         ("just words\n", "must hold sections"),

@@ -9,7 +9,9 @@ import argparse
 import os
 import pkgutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -157,16 +159,26 @@ def _parser(arguments: Sequence[str]) -> Parser:
 
 def _options_help() -> str:
     """Return every option of a run with its text, type and default, one section after the other."""
-    from moejax.options import options, wanted
+    from moejax.options import Option, element, options, wanted
 
     lines: list[str] = []
-    section = ""
+
+    def add(option: Option, flag: str) -> None:
+        default = "must be given" if option.default is MISSING else f"default {_shown(option.default)}"
+        text = f"{option.help} ({wanted(option.hint)}; {default})"
+        lines.extend(
+            [f"  {flag}{option.key}", *textwrap.wrap(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+        )
+        for inner in options(element(option.hint), f"{option.key}[].") if element(option.hint) else ():
+            add(inner, "  ")
+
+    sections: dict[str, list[Option]] = {}
     for option in options():
-        if option.key.rpartition(".")[0] != section:
-            section = option.key.rpartition(".")[0]
-            lines.append(f"\n{section}:")
-        lines.append(f"  --{option.key}")
-        lines.append(f"      {option.help} ({wanted(option.hint)}; default {_shown(option.default)})")
+        sections.setdefault(option.key.rpartition(".")[0], []).append(option)
+    for section, members in sections.items():
+        lines.append(f"\n{section}:")
+        for option in members:
+            add(option, "--")
     return "configuration options:\n" + "\n".join(lines).lstrip("\n") + "\n"
 
 
