@@ -10,14 +10,17 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from moejax.kernels.groups import bounds, max_tiles, row_tiles
-from moejax.kernels.varying import vary, varying
+from moejax.kernels.kernel import Kernel
+from moejax.varying import vary, varying_axes
 
 # XLA:CPU before 0.11 multiplies small bfloat16 blocks slower than float32 ones, cast included; later ones do not.
 _WIDEN_BFLOAT16 = jax.__version_info__ < (0, 11)
 
 
-def _window_rows(num_rows: int, num_groups: int) -> int:
-    """Rows of a window: 64, or 32 when groups are small on average."""
+def _window_rows(num_rows: int, num_groups: int, kernel: Kernel) -> int:
+    """Rows of a window: as asked for, or 64, or 32 when groups are small on average."""
+    if kernel.tiles is not None:
+        return min(num_rows, kernel.tiles.rows)
     return min(num_rows, 32 if num_rows <= 32 * num_groups else 64)
 
 
@@ -26,15 +29,19 @@ def _widen(array: jax.Array) -> jax.Array:
 
 
 def gmm(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool, out_dtype: DTypeLike
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool,
+    out_dtype: DTypeLike,
+    kernel: Kernel,
 ) -> jax.Array:
     """Multiply rows of lhs [M, K] by their group's matrix: rhs [G, K, N], or [G, N, K] with `transpose_rhs`."""
     num_rows, num_groups = lhs.shape[0], rhs.shape[0]
     out = jnp.zeros((num_rows, rhs.shape[1] if transpose_rhs else rhs.shape[2]), out_dtype)
-    out = vary(out, varying(lhs, rhs, group_sizes))
-    if num_rows == 0:
-        return out
-    size = _window_rows(num_rows, num_groups)
+    out = vary(out, varying_axes(lhs, rhs, group_sizes))
+    size = _window_rows(num_rows, num_groups, kernel)
     tiles = row_tiles(group_sizes, max_tiles(num_rows, num_groups, size), size)
     first = jnp.minimum(tiles.row, num_rows - size)  # a window at the end of the buffer reaches back
     dims = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
@@ -53,15 +60,19 @@ def gmm(
 
 
 def wgrad(
-    lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, out_dtype: DTypeLike, accumulator: jax.Array | None
+    lhs: jax.Array,
+    grad: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    out_dtype: DTypeLike,
+    accumulator: jax.Array | None,
+    kernel: Kernel,
 ) -> jax.Array:
     """Sum of lhs[row]^T grad[row] over each group's rows, [G, K, N]; added to a float32 `accumulator` if given."""
     (num_rows, k), n, num_groups = lhs.shape, grad.shape[1], group_sizes.shape[0]
-    axes = varying(lhs, grad, group_sizes)
+    axes = varying_axes(lhs, grad, group_sizes)
     total = accumulator if accumulator is not None else vary(jnp.zeros((num_groups, k, n), out_dtype), axes)
-    if num_rows == 0:
-        return total
-    size = _window_rows(num_rows, num_groups)
+    size = _window_rows(num_rows, num_groups, kernel)
     start, end = bounds(group_sizes)
     lhs, grad = _widen(lhs), _widen(grad)
 

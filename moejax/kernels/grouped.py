@@ -1,43 +1,14 @@
 """The public grouped matmul: argument checks, choice of backend per direction, and the gradient rule."""
 
 import functools
-from dataclasses import dataclass
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from moejax.errors import UserError, nearest
-from moejax.kernels import cpu, reference, xla
-from moejax.kernels.varying import vary, varying
-
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "cpu": cpu, "xla": xla}
-"""Modules by backend name; each defines `gmm` (forward and dgrad) and `wgrad`."""
-
-
-@dataclass(frozen=True)
-class Backends:
-    """Name of the backend of each direction."""
-
-    forward: str
-    dgrad: str
-    wgrad: str
-
-    def __post_init__(self) -> None:
-        for direction in ("forward", "dgrad", "wgrad"):
-            name = getattr(self, direction)
-            if name not in BACKENDS:
-                hint = nearest(name, BACKENDS)
-                raise UserError(f"kernel backend {name}: must be one of {', '.join(BACKENDS)}{hint}")
-
-
-def choose(backend: str | Backends | None) -> Backends:
-    """Backend of every direction: as asked for, or by the platform."""
-    if isinstance(backend, Backends):
-        return backend
-    name = backend or ("cpu" if jax.default_backend() == "cpu" else "xla")
-    return Backends(name, name, name)
+from moejax.kernels import dispatch, table
+from moejax.kernels.kernel import Backends, Kernel
+from moejax.varying import vary, varying_axes
 
 
 def grouped_matmul(
@@ -45,9 +16,10 @@ def grouped_matmul(
     rhs: jax.Array,
     group_sizes: jax.Array,
     *,
-    backend: str | Backends | None = None,
+    backend: str | Kernel | Backends | None = None,
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
+    max_group_size: int | None = None,
 ) -> jax.Array:
     """Multiply contiguous groups of rows, each by its own matrix.
 
@@ -59,9 +31,11 @@ def grouped_matmul(
         lhs: Rows, [M, K].
         rhs: One matrix per group, [G, K, N] ([G, N, K] with `transpose_rhs`), of the type of `lhs`.
         group_sizes: Rows of each group in order, int32 [G]; their sum must be at most M.
-        backend: One backend for all directions, or `Backends`; None lets the backend table choose.
+        backend: One kernel for all directions, by name or as a `Kernel`, or `Backends`; None for the table's choice.
         transpose_rhs: Multiply by the transposed matrices, which are not materialised.
         preferred_element_type: Type of the result; that of `lhs` if None.
+        max_group_size: A bound on the rows of every group, if the caller knows one: lets the table choose
+            `padded`. Ignored by a `backend` that is given.
 
     Returns:
         [M, N].
@@ -75,10 +49,14 @@ def grouped_matmul(
         raise ValueError(f"grouped_matmul: shapes do not fit: {lhs.shape=} {rhs.shape=} {group_sizes.shape=}")
     if lhs.dtype != rhs.dtype or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"grouped_matmul: types do not fit: {lhs.dtype=} {rhs.dtype=} {group_sizes.dtype=}")
+    if backend is None:
+        backend = table.choose_all(lhs.dtype, lhs.shape[0], rhs.shape[0], max_group_size)
+    elif not isinstance(backend, Backends):
+        backend = Backends.all(backend)
     out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
-    axes = varying(lhs, rhs, group_sizes)  # outside the gradient rule: the transpose of this cast sums gradients
+    axes = varying_axes(lhs, rhs, group_sizes)  # outside the gradient rule: the transpose of this cast sums gradients
     lhs, rhs, group_sizes = (vary(a, axes) for a in (lhs, rhs, group_sizes.astype(jnp.int32)))
-    return _grouped_matmul(lhs, rhs, group_sizes, choose(backend), transpose_rhs, out_dtype)
+    return _grouped_matmul(lhs, rhs, group_sizes, backend, transpose_rhs, out_dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -86,8 +64,9 @@ def _grouped_matmul(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, backends: Backends, transpose_rhs: bool, dtype: jnp.dtype
 ) -> jax.Array:
     with jax.named_scope("grouped_matmul"):
-        gmm = BACKENDS[backends.forward].gmm
-        return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=dtype)
+        return dispatch.gmm(
+            lhs, rhs, group_sizes, kernel=backends.forward, transpose_rhs=transpose_rhs, out_dtype=dtype
+        )
 
 
 def _forward(lhs, rhs, group_sizes, backends, transpose_rhs, dtype):
@@ -100,12 +79,10 @@ def _backward(backends, transpose_rhs, dtype, residuals, grad):
     lhs, rhs, group_sizes = residuals
     grad = grad.astype(lhs.dtype)
     with jax.named_scope("grouped_matmul_dgrad"):
-        gmm = BACKENDS[backends.dgrad].gmm
-        grad_lhs = gmm(grad, rhs, group_sizes, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype)
+        grad_lhs = dispatch.gmm(grad, rhs, group_sizes, kernel=backends.dgrad, transpose_rhs=not transpose_rhs)
     with jax.named_scope("grouped_matmul_wgrad"):
         pair = (grad, lhs) if transpose_rhs else (lhs, grad)
-        wgrad = BACKENDS[backends.wgrad].wgrad
-        grad_rhs = wgrad(*pair, group_sizes, out_dtype=rhs.dtype, accumulator=None)
+        grad_rhs = dispatch.wgrad(*pair, group_sizes, kernel=backends.wgrad, out_dtype=rhs.dtype)
     return grad_lhs, grad_rhs, None
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from moejax.kernels.groups import row_groups
-from moejax.kernels.varying import vary, varying
+from moejax.varying import vary, varying_axes
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -29,7 +29,7 @@ def gmm(
         product = _dot(lhs, lax.dynamic_index_in_dim(rhs, group, 0, keepdims=False), (1, 1 if transpose_rhs else 0))
         return jnp.where((group_M == group)[:, None], product, out)
 
-    out = vary(jnp.zeros(shape, jnp.float32), varying(lhs, rhs, group_sizes))
+    out = vary(jnp.zeros(shape, jnp.float32), varying_axes(lhs, rhs, group_sizes))
     return lax.fori_loop(jnp.int32(0), jnp.int32(rhs.shape[0]), body, out).astype(out_dtype)
 
 
@@ -46,6 +46,6 @@ def wgrad(
         return lax.dynamic_update_index_in_dim(total, product, group, 0)
 
     total = jnp.zeros((num_groups, lhs.shape[1], grad.shape[1]), jnp.float32)
-    total = vary(total, varying(lhs, grad, group_sizes))
+    total = vary(total, varying_axes(lhs, grad, group_sizes))
     total = lax.fori_loop(jnp.int32(0), jnp.int32(num_groups), body, total)
     return total.astype(out_dtype) if accumulator is None else accumulator + total
