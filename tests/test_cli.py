@@ -11,6 +11,7 @@ import pytest
 import moejax
 from moejax.cli import main as frame
 from moejax.errors import UserError
+from moejax.options import options
 
 FIXED_VERBS = {"data", "eval", "generate", "launch", "plan", "train"}
 """Scripts outside use these names."""
@@ -77,11 +78,13 @@ def test_train_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> No
         frame.main(["train", "--help"])
     out = capsys.readouterr().out
     assert "  --mesh.expert\n      Shards of the routed experts" in out
-    assert "(an integer; default 1)" in out
-    assert "(one of step, microbatch, layer; default step)" in out
-    assert "(a number, or null; default null)" in out
     assert "    model.layers[].pattern[].ffn\n      Dense SwiGLU, or a mixture of experts." in out
-    assert "{repeat: 3, pattern: [{ffn: moe, window: null}]}" in " ".join(out.split())
+    assert all(f"  --{option.key}\n" in out for option in options())
+    words = " ".join(out.split())
+    assert "(an integer; default 1)" in words
+    assert "(one of step, microbatch, layer; default step)" in words
+    assert "(a number, or null; default null)" in words
+    assert "{repeat: 3, pattern: [{ffn: moe, window: null}]}" in words
 
 
 def test_overrides_in_both_forms_and_any_place(verb: list[argparse.Namespace], config: str) -> None:

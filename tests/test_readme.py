@@ -64,8 +64,10 @@ def test_blocks_and_commands_are_found() -> None:
     assert python == ["import moejax\n", "from moejax import Trainer\n\nTrainer\n"]
 
 
-def test_the_readme_starts_with_a_command() -> None:
-    assert "make quickstart" in COMMANDS
+def test_the_readme_shows_commands_and_python() -> None:
+    assert COMMANDS[0] == "make quickstart"
+    assert MOEJAX
+    assert any("Trainer(" in body for body in PYTHON)
 
 
 @pytest.mark.parametrize("line", MAKE)
