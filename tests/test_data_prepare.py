@@ -286,7 +286,8 @@ def test_others_wait_for_the_lock(tmp_path: Path) -> None:
 def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out").mkdir()
-    program = "import filelock, sys, time\nfilelock.FileLock(sys.argv[1]).acquire()\nprint('held', flush=True)\ntime.sleep(60)"
+    hold = "filelock.FileLock(sys.argv[1]).acquire(); print('held', flush=True)"
+    program = f"import filelock, sys, time; {hold}; time.sleep(60)"
     with subprocess.Popen(
         [sys.executable, "-c", program, tmp_path / "out" / ".lock"], stdout=subprocess.PIPE
     ) as process:
