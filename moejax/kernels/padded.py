@@ -55,6 +55,6 @@ def wgrad(
 ) -> jax.Array:
     """Sum of lhs[row]^T grad[row] over each group's rows, [G, K, N]; added to a float32 `accumulator` if given."""
     capacity = kernel.max_group_size or max(lhs.shape[0], 1)
-    packed = (_pack(rows, group_sizes, capacity) for rows in (lhs, grad))
-    total = lax.dot_general(*packed, (((1,), (1,)), ((0,), (0,))), _precision(lhs.dtype), jnp.float32)
+    packed_lhs, packed_grad = (_pack(rows, group_sizes, capacity) for rows in (lhs, grad))
+    total = lax.dot_general(packed_lhs, packed_grad, (((1,), (1,)), ((0,), (0,))), _precision(lhs.dtype), jnp.float32)
     return total.astype(out_dtype) if accumulator is None else accumulator + total

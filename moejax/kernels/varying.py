@@ -3,6 +3,7 @@
 from collections.abc import Set
 
 import jax
+from jax.sharding import ManualAxisType
 from jax.typing import DTypeLike
 
 from moejax.varying import vary, varying_axes
@@ -15,9 +16,5 @@ def vary_like(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def output_type(shape: tuple[int, ...], dtype: DTypeLike, axes: Set[str]) -> jax.ShapeDtypeStruct:
-    """Type of a Pallas kernel's output that varies over `axes`."""
-    if not axes:
-        return jax.ShapeDtypeStruct(shape, dtype)
-    from jax.sharding import ManualAxisType  # in every version since 0.10.2, which needs it for nothing else here
-
+    """Type of a Pallas kernel's output that varies over `axes`; a checked region demands it even where empty."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType(varying=frozenset(axes)))
