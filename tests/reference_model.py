@@ -1,0 +1,107 @@
+"""Independent oracle of the decoder and its loss: one device, float32, full scores, a loop over experts.
+
+It shares no code with moejax.nn, moejax.moe or moejax.model, only the layout of the parameters.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from moejax.config import Config
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def _norm(x, scale, eps):
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+
+def _rope(x, positions, theta):
+    """Complex rotation of (x[i], x[i + half]) for one sequence [S, H, d]."""
+    half = x.shape[-1] // 2
+    frequency = jnp.exp(-jnp.log(theta) * jnp.arange(half) / half)
+    angle = positions[:, None, None] * frequency
+    z = jax.lax.complex(x[..., :half], x[..., half:]) * jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
+    return jnp.concatenate([z.real, z.imag], -1)
+
+
+def _attention(x, w, segments, positions, window, config):
+    a = config.model.attention
+    q, k, v = (jnp.einsum("sd,dhk->shk", x, w[name], precision=HIGHEST) for name in ("query", "key", "value"))
+    if a.qk_norm == "head":
+        q, k = (_norm(t, w[n]["scale"], config.model.norm_eps) for t, n in ((q, "query_norm"), (k, "key_norm")))
+    if a.qk_norm == "full":
+        flat = [t.reshape(len(x), -1) for t in (q, k)]
+        flat = [_norm(t, w[n]["scale"], config.model.norm_eps) for t, n in zip(flat, ("query_norm", "key_norm"), strict=True)]
+        q, k = flat[0].reshape(q.shape), flat[1].reshape(k.shape)
+    q, k = _rope(q, positions, a.rope_theta), _rope(k, positions, a.rope_theta)
+    group = a.num_heads // a.num_kv_heads
+    row, column = jnp.mgrid[: len(x), : len(x)]
+    mask = (column <= row) & (segments[:, None] == segments[None])
+    if window is not None:
+        mask &= row - column < window
+    heads = []
+    for h in range(a.num_heads):
+        scores = jnp.matmul(q[:, h], k[:, h // group].T, precision=HIGHEST) / jnp.sqrt(jnp.float32(a.head_dim))
+        probs = jax.nn.softmax(jnp.where(mask, scores, -1e30), -1)
+        heads.append(jnp.matmul(probs, v[:, h // group], precision=HIGHEST))
+    return jnp.einsum("shk,hkd->sd", jnp.stack(heads, 1), w["out"], precision=HIGHEST)
+
+
+def _mlp(x, gate_up, down):
+    hidden = jax.nn.sigmoid(x @ gate_up[:, 0]) * (x @ gate_up[:, 0]) * (x @ gate_up[:, 1])
+    return hidden @ down
+
+
+def _moe(x, w, valid, config):
+    """Every expert on every token, weighted by a dense [S, E] matrix of weights."""
+    m = config.model.moe
+    scores = jax.nn.softmax(jnp.matmul(x, w["router"], precision=HIGHEST), -1)
+    rank = jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1, stable=True)
+    chosen = (rank < m.top_k) & valid[:, None]
+    weights = jnp.where(chosen, scores, 0.0)
+    if m.renormalize:
+        weights = weights / jnp.where(valid, weights.sum(-1), 1.0)[:, None]
+    y = sum(weights[:, e : e + 1] * _mlp(x, w["gate_up"][e], w["down"][e]) for e in range(m.num_experts))
+    if m.shared_dim:
+        y = y + _mlp(x, w["shared"]["gate_up"], w["shared"]["down"])
+    num_valid = jnp.maximum(valid.sum(), 1)
+    fraction = jax.lax.stop_gradient(chosen.sum(0).astype(jnp.float32) / (m.top_k * num_valid))
+    mean_score = jnp.where(valid[:, None], scores, 0.0).sum(0) / num_valid
+    balance = m.num_experts * (fraction * mean_score).sum()
+    lse = jnp.log(jnp.exp(jnp.matmul(x, w["router"], precision=HIGHEST)).sum(-1))
+    return y, balance * valid.sum(), jnp.where(valid, lse**2, 0.0).sum(), chosen.sum(0)
+
+
+def _sequence(params, row, config: Config):
+    valid = row["segments"] > 0
+    x = params["embed"][row["tokens"]]
+    balance = z = jnp.float32(0)
+    counts = []
+    for g, group in enumerate(config.model.layers):
+        for repetition in range(group.repeat):
+            for i, spec in enumerate(group.pattern):
+                w = jax.tree.map(lambda a, r=repetition: a[r], params[f"groups_{g}"][str(i)])
+                y = _norm(x, w["attention_norm"]["scale"], config.model.norm_eps)
+                x = x + _attention(y, w["attention"], row["segments"], row["positions"], spec.window, config)
+                y = _norm(x, w["ffn_norm"]["scale"], config.model.norm_eps)
+                if spec.ffn == "dense":
+                    x = x + _mlp(y, w["ffn"]["gate_up"], w["ffn"]["down"])
+                else:
+                    y, b, zz, c = _moe(y, w["ffn"], valid, config)
+                    x, balance, z = x + y, balance + b, z + zz
+                    counts.append(c)
+    x = _norm(x, params["final_norm"]["scale"], config.model.norm_eps)
+    head = params["head"] if "head" in params else params["embed"].T
+    logp = jax.nn.log_softmax(jnp.matmul(x, head, precision=HIGHEST), -1)
+    ce = -jnp.where(valid, logp[jnp.arange(len(valid)), row["targets"]], 0.0).sum()
+    return ce, balance, z, valid.sum(), jnp.stack(counts) if counts else jnp.zeros((1, 1), jnp.int32)
+
+
+def reference_loss(params, batch, config: Config):
+    """Loss of a whole batch and its parts: ce, balance, z, and requested counts [L, E]."""
+    ce, balance, z, tokens, counts = jax.vmap(lambda row: _sequence(params, row, config))(batch)
+    n = tokens.sum().astype(jnp.float32)
+    layers = max(config.model.num_moe_layers, 1)
+    parts = {"ce_loss": ce.sum() / n, "balance_loss": balance.sum() / n / layers, "z_loss": z.sum() / n / layers}
+    loss = parts["ce_loss"] + config.loss.balance_weight * parts["balance_loss"] + config.loss.z_weight * parts["z_loss"]
+    return loss, parts | {"counts": counts.sum(0)}
