@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -41,6 +42,7 @@ class Checkpoints:
         self.folder = folder.absolute()
         self.set_aside: list[str] = []
         self._saving = -1
+        absl.logging.set_verbosity(absl.logging.FATAL)  # Orbax logs tracebacks of errors that we report ourselves
         if not read_only:
             self._tidy()
         options = ocp.CheckpointManagerOptions(

@@ -1,5 +1,6 @@
 """Loss and bits per byte on held-out text."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -66,11 +67,11 @@ def evaluate_run(config: Config) -> dict[str, Any]:
     """
     folder = RunFolder(config)
     distributed.start(config)
-    checkpoints = Checkpoints(folder.checkpoints, read_only=True)
-    step = checkpoints.newest()
-    if step is None:
-        raise UserError(f"{folder.path}: holds no complete checkpoint: train first, with moejax train {folder.config}")
     program = Program(config)
-    params = checkpoints.restore_params(step, program.abstract_state.params)
+    with contextlib.closing(Checkpoints(folder.checkpoints, read_only=True)) as checkpoints:
+        step = checkpoints.newest()
+        if step is None:
+            raise UserError(f"{folder.path}: holds no complete checkpoint: train first, with moejax train CONFIG")
+        params = checkpoints.restore_params(step, program.abstract_state.params)
     loader = Loader(config, "heldout", quiet=jax.process_index() != 0)
     return {"step": step, **HeldOut(config, loader).evaluate(program, params)}

@@ -25,13 +25,13 @@ SILENCE_SECONDS = 300.0
 """Without a finished step for this long, the watchdog names the step and the process."""
 
 
-class TrainingStopped(Exception):
+class TrainingStopped(Exception):  # noqa: N818 (an ending)
     """Training stopped itself, because going on would be of no use; exit code 3."""
 
     exit_code = 3
 
 
-class Preempted(Exception):
+class Preempted(Exception):  # noqa: N818 (an ending)
     """A signal ended the run after its state was saved.
 
     Args:

@@ -116,7 +116,7 @@ class _TensorBoard:
 
 class _Wandb:
     def __init__(self, config: Config, folder: RunFolder) -> None:
-        import wandb  # optional: only here if asked for
+        import wandb  # pyright: ignore[reportMissingImports]  # optional: only here if asked for
 
         self._run = wandb.init(
             dir=str(folder.path), name=config.run.name, id=config.run.name, resume="allow", config=vars(config)
