@@ -111,7 +111,7 @@ def test_signal_to_one_of_two_processes_saves_and_ends_both(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_kill_at_random_moments(tmp_path, seed, uninterrupted):
-    moments = random.Random(seed)  # noqa: S311
+    moments = random.Random(seed)
     for _ in range(20):
         code, out = _run(tmp_path, kill=f"after:{moments.uniform(1, 9)}")
         if code == 0:
