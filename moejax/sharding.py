@@ -206,7 +206,7 @@ def gather_for(layouts: Any, dtype: jnp.dtype) -> Any:
     def apply(tree: Any) -> Any:
         return gather(tree, layouts, dtype)
 
-    apply.defvjp(lambda tree: (apply(tree), None), lambda _, grads: (reduce(grads, layouts),))
+    apply.defvjp(lambda tree: (gather(tree, layouts, dtype), None), lambda _, grads: (reduce(grads, layouts),))
     return apply
 
 

@@ -31,7 +31,14 @@ class Sums(NamedTuple):
     statistics: Statistics | None
 
 
+_OF_WEIGHTS = {"all_gather", "convert_element_type", "copy", "pcast", "pvary", "reshape", "squeeze", "transpose"}
+"""Primitives that make gathered weights, or another form of them."""
+
+
 def _policy(name: str) -> Callable[..., Any] | None:
+    """What backward finds saved; `none` is for layers that gather their weights, which it must not find."""
+    if name == "none":
+        return lambda primitive, *_, **__: primitive.name not in _OF_WEIGHTS
     if name == "save_exchange":
         return jax.checkpoint_policies.save_only_these_names("exchange", "plan", "attention")
     return None
@@ -42,6 +49,7 @@ class Group:
 
     def __init__(self, config: Config, group: LayerGroup):
         self.repeat, self.remat = group.repeat, config.remat.policy
+        self.gathers = config.weights.gather == "layer"
         self.blocks = {str(i): Abstract(Block(config, spec)) for i, spec in enumerate(group.pattern)}
 
     def metadata(self, name: str) -> Params:
@@ -64,7 +72,7 @@ class Group:
                 found += [] if statistics is None else [statistics]
             return x_BSD, jax.tree.map(lambda *s: jnp.stack(s), *found) if found else None
 
-        if self.remat != "none":
+        if self.remat != "none" or self.gathers:
             repetition = jax.checkpoint(repetition, policy=_policy(self.remat), prevent_cse=False)
         x_BSD, statistics = jax.lax.scan(repetition, x_BSD, weights)
         return x_BSD, jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), statistics)

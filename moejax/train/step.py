@@ -50,12 +50,15 @@ def _gradients(
 
     def loss_fn(weights: Params, microbatch: Params) -> tuple[jax.Array, Sums]:
         if mode != "step":
+            weights = jax.tree.map(lambda w: lax.optimization_barrier((w, microbatch["index"]))[0], weights)
             weights = weights | gather_for(outside, dtype)({key: weights[key] for key in outside})
         sums = decoder.sums(weights, microbatch, gather_layer)
         return losses(sums, num_tokens, config)["loss"], sums
 
     num_tokens = lax.psum(jnp.sum(batch["segments"] > 0, dtype=jnp.int32), TOKEN_AXES)
     microbatches = jax.tree.map(lambda a: a.reshape(config.train.microbatches, -1, a.shape[-1]), batch)
+    # Storage does not change between microbatches: without a tie to something that does, XLA gathers it only once.
+    microbatches["index"] = jnp.arange(config.train.microbatches, dtype=jnp.float32)
     weights = gather(params, layouts, dtype) if mode == "step" else params
     grads, sums = accumulate(loss_fn, weights, microbatches)
     grads = reduce(grads, layouts) if mode == "step" else grads
