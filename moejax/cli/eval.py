@@ -2,10 +2,9 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from moejax.cli.main import add_config_arguments, config_from
+from moejax.cli.main import add_config_arguments, run_config_from
 
 
 def register(subparsers: Any) -> None:
@@ -23,10 +22,7 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print; return the exit code."""
-    if Path(args.config).is_dir():  # a run's folder stays usable when it was moved or renamed
-        folder = Path(args.config).resolve()
-        args.overrides = [f"run.root={folder.parent}", f"run.name={folder.name}", *args.overrides]
-    config = config_from(args)
+    config = run_config_from(args)
     from moejax.train.evaluate import evaluate_run
 
     result = evaluate_run(config)

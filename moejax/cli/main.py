@@ -86,6 +86,14 @@ def config_from(args: argparse.Namespace) -> "Config":
     return load_config(args.config, args.overrides)
 
 
+def run_config_from(args: argparse.Namespace) -> "Config":
+    """Like `config_from`, where the argument names a run: its folder stays usable when it was moved or renamed."""
+    if os.path.isdir(args.config):
+        root, name = os.path.split(os.path.abspath(args.config))
+        args.overrides = [f"run.root={root}", f"run.name={name}", *args.overrides]
+    return config_from(args)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line, without the program's name; return its exit code."""
     try:
