@@ -1,27 +1,52 @@
-"""Grouped matmul for XLA:CPU: one loop over (group, window of rows) whose trip count is data.
+"""Grouped matmul for XLA:CPU: loops over windows of rows whose trip counts are data.
 
-A window is multiplied by its group's weight and written back under a row mask, so that groups need no
-alignment, padding or copy. Work is that of the rows in use, whatever the static buffer holds.
+A group is cut into windows of a few sizes, large ones first, like a number into binary digits: large windows
+read a weight once for many rows, small ones waste few rows at the group's end. One loop per size multiplies
+each window by its group's weight and writes it back under a row mask, so that groups need no alignment,
+padding or copy. Work is that of the rows in use, whatever the static buffer holds.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from moejax.kernels.groups import bounds, max_tiles, row_tiles
+from moejax.kernels.groups import bounds, count_ends
 from moejax.kernels.kernel import Kernel
 from moejax.varying import vary, varying_axes
 
 # XLA:CPU before 0.11 multiplies small bfloat16 blocks slower than float32 ones, cast included; later ones do not.
 _WIDEN_BFLOAT16 = jax.__version_info__ < (0, 11)
 
+_LARGEST = 256  # rows of the largest window: from here on a window is as fast per row as a dense matmul
 
-def _window_rows(num_rows: int, num_groups: int, kernel: Kernel) -> int:
-    """Rows of a window: as asked for, or 64, or 32 when groups are small on average."""
-    if kernel.tiles is not None:
-        return min(num_rows, kernel.tiles.rows)
-    return min(num_rows, 32 if num_rows <= 32 * num_groups else 64)
+
+class Windows(NamedTuple):
+    """Windows of `size` rows (static): group g has count[g] of them, one after the other from row first[g]."""
+
+    size: int
+    first: jax.Array
+    count: jax.Array
+
+
+def _windows(group_sizes: jax.Array, num_rows: int, kernel: Kernel) -> list[Windows]:
+    """Windows of every size, largest first. A window costs as much as about 20 more rows, so 16 rows are least."""
+    mean = num_rows / group_sizes.shape[0]
+    least = kernel.tiles.rows if kernel.tiles else 16 if mean <= 32 else 32
+    least = min(least, num_rows)
+    size = least
+    while 2 * size <= min(_LARGEST, num_rows):
+        size *= 2
+    first, left = bounds(group_sizes).start, -(-group_sizes // least)  # left: in units of the least window
+    found = []
+    while size >= least:
+        unit = size // least
+        found.append(Windows(size, first, left // unit))
+        first, left = first + left // unit * size, left % unit
+        size //= 2
+    return found
 
 
 def _widen(array: jax.Array) -> jax.Array:
@@ -38,25 +63,34 @@ def gmm(
     kernel: Kernel,
 ) -> jax.Array:
     """Multiply rows of lhs [M, K] by their group's matrix: rhs [G, K, N], or [G, N, K] with `transpose_rhs`."""
-    num_rows, num_groups = lhs.shape[0], rhs.shape[0]
+    num_rows = lhs.shape[0]
     out = jnp.zeros((num_rows, rhs.shape[1] if transpose_rhs else rhs.shape[2]), out_dtype)
     out = vary(out, varying_axes(lhs, rhs, group_sizes))
-    size = _window_rows(num_rows, num_groups, kernel)
-    tiles = row_tiles(group_sizes, max_tiles(num_rows, num_groups, size), size)
-    first = jnp.minimum(tiles.row, num_rows - size)  # a window at the end of the buffer reaches back
     dims = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
     lhs, rhs = _widen(lhs), _widen(rhs)
+    group_end = bounds(group_sizes).end
 
-    def body(i: jax.Array, out: jax.Array) -> jax.Array:
-        x = lax.dynamic_slice_in_dim(lhs, first[i], size)
-        w = lax.dynamic_index_in_dim(rhs, tiles.group[i], 0, keepdims=False)
-        y = lax.dot_general(x, w, dims, preferred_element_type=jnp.float32).astype(out_dtype)
-        row = first[i] + jnp.arange(size, dtype=jnp.int32)
-        mine = (row >= tiles.row[i]) & (row < tiles.end[i])
-        y = jnp.where(mine[:, None], y, lax.dynamic_slice_in_dim(out, first[i], size))
-        return lax.dynamic_update_slice_in_dim(out, y, first[i], 0)
+    def loop(windows: Windows, out: jax.Array) -> jax.Array:
+        size, window_end = windows.size, jnp.cumsum(windows.count, dtype=jnp.int32)
+        index = jnp.arange(num_rows // size + rhs.shape[0], dtype=jnp.int32)
+        group = jnp.minimum(count_ends(index, window_end), rhs.shape[0] - 1)
+        begin = windows.first[group] + (index - (window_end - windows.count)[group]) * size
+        end, start = group_end[group], jnp.minimum(begin, num_rows - size)  # the last window reaches back
 
-    return lax.fori_loop(jnp.zeros_like(tiles.count), tiles.count, body, out)
+        def body(i: jax.Array, out: jax.Array) -> jax.Array:
+            x = lax.dynamic_slice_in_dim(lhs, start[i], size)
+            w = lax.dynamic_index_in_dim(rhs, group[i], 0, keepdims=False)
+            y = lax.dot_general(x, w, dims, preferred_element_type=jnp.float32).astype(out_dtype)
+            row = start[i] + jnp.arange(size, dtype=jnp.int32)
+            mine = ((row >= begin[i]) & (row < end[i]))[:, None]
+            y = jnp.where(mine, y, lax.dynamic_slice_in_dim(out, start[i], size))
+            return lax.dynamic_update_slice_in_dim(out, y, start[i], 0)
+
+        return lax.fori_loop(jnp.zeros_like(window_end[-1]), window_end[-1], body, out)
+
+    for windows in _windows(group_sizes, num_rows, kernel):
+        out = loop(windows, out)
+    return out
 
 
 def wgrad(
@@ -72,27 +106,32 @@ def wgrad(
     (num_rows, k), n, num_groups = lhs.shape, grad.shape[1], group_sizes.shape[0]
     axes = varying_axes(lhs, grad, group_sizes)
     total = accumulator if accumulator is not None else vary(jnp.zeros((num_groups, k, n), out_dtype), axes)
-    size = _window_rows(num_rows, num_groups, kernel)
-    start, end = bounds(group_sizes)
     lhs, grad = _widen(lhs), _widen(grad)
+    group_end, all_windows = bounds(group_sizes).end, _windows(group_sizes, num_rows, kernel)
+    dims = (((0,), (0,)), ((), ()))
 
-    def add_group(group: jax.Array, total: jax.Array) -> jax.Array:
-        def add_window(i: jax.Array, product: jax.Array) -> jax.Array:
-            begin = start[group] + i * size
-            first = jnp.minimum(begin, num_rows - size)
-            row = first + jnp.arange(size, dtype=jnp.int32)
-            mine = ((row >= begin) & (row < end[group]))[:, None]
-            x = jnp.where(mine, lax.dynamic_slice_in_dim(lhs, first, size), 0)
-            dy = jnp.where(mine, lax.dynamic_slice_in_dim(grad, first, size), 0)
-            dims = (((0,), (0,)), ((), ()))
+    def add_windows(group: jax.Array, windows: Windows, product: jax.Array) -> jax.Array:
+        size = windows.size
+
+        def body(i: jax.Array, product: jax.Array) -> jax.Array:
+            begin = windows.first[group] + i * size
+            start = jnp.minimum(begin, num_rows - size)
+            row = start + jnp.arange(size, dtype=jnp.int32)
+            mine = ((row >= begin) & (row < group_end[group]))[:, None]
+            x = jnp.where(mine, lax.dynamic_slice_in_dim(lhs, start, size), 0)
+            dy = jnp.where(mine, lax.dynamic_slice_in_dim(grad, start, size), 0)
             return product + lax.dot_general(x, dy, dims, preferred_element_type=jnp.float32)
 
+        count = windows.count[group]
+        return lax.fori_loop(jnp.zeros_like(count), count, body, product)
+
+    def add_group(group: jax.Array, total: jax.Array) -> jax.Array:
         if accumulator is None:
             product = vary(jnp.zeros((k, n), jnp.float32), axes)
         else:
             product = lax.dynamic_index_in_dim(total, group, 0, keepdims=False)
-        windows = (end[group] - start[group] + size - 1) // size
-        product = lax.fori_loop(jnp.zeros_like(windows), windows, add_window, product)
+        for windows in all_windows:
+            product = add_windows(group, windows, product)
         return lax.dynamic_update_index_in_dim(total, product.astype(total.dtype), group, 0)
 
     return lax.fori_loop(jnp.int32(0), jnp.int32(num_groups), add_group, total)

@@ -22,7 +22,7 @@ class Tiles:
     wgrad makes `depth` x `cols` of a weight gradient [K, N] and steps through the rows by `rows`.
 
     Args:
-        rows: Tile of M; the window of the CPU backend.
+        rows: Tile of M; the least window of the CPU backend.
         cols: Tile of N.
         depth: Tile of K.
         warps: Warps of a GPU program.
