@@ -36,8 +36,8 @@ class Counts:
 
     @property
     def active_without_embedding(self) -> int:
-        """Active, less the input embedding: a lookup does no work. A tied embedding stays, as the head."""
-        return self.active - (self.embedding if self.head else 0)
+        """Active, less the input embedding, tied to the head or not: a lookup does no work."""
+        return self.active - self.embedding
 
     @property
     def active_without_embedding_and_head(self) -> int:
@@ -90,10 +90,10 @@ def part_of(name: str, dims: tuple[str, ...]) -> str:
         return "routed experts"
     if "router" in dims:
         return "routers"
+    if ".attention." in name:
+        return "attention"
     if "norm" in dims:
         return "norms"
     if "vocab" in dims:
         return "embedding" if name.startswith("embed") else "head"
-    if ".attention." in name:
-        return "attention"
     return "shared experts" if ".shared." in name else "dense FFN"
