@@ -23,6 +23,7 @@ DIMS = {
     "experts": "routed experts",
     "expert_embed": "model width of expert tensors",
     "expert_mlp": "hidden width of routed experts",
+    "latent": "width that the experts of a latent MoE see",
     "gate_up": "the gate and the up projection, side by side",
     "norm": "width of a normalisation scale",
 }

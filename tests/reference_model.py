@@ -59,7 +59,7 @@ def _moe(x, w, valid, config):
     rank = jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1, stable=True)
     chosen = (rank < m.top_k) & valid[:, None]
     weights = jnp.where(chosen, scores, 0.0)
-    if m.renormalize:
+    if m.merge == "sum_to_one":
         weights = weights / jnp.where(valid, weights.sum(-1), 1.0)[:, None]
     y = sum(weights[:, e : e + 1] * _mlp(x, w["gate_up"][e], w["down"][e]) for e in range(m.num_experts))
     if m.shared_dim:

@@ -77,13 +77,13 @@ MODELS = {
         tiny.MODEL,
         tie_embeddings=True,
         attention=AttentionConfig(num_heads=4, num_kv_heads=1, head_dim=8, qk_norm="full"),
-        moe=dataclasses.replace(tiny.MODEL.moe, renormalize=False, shared_dim=0, top_k=3),
+        moe=dataclasses.replace(tiny.MODEL.moe, merge="raw", shared_dim=0, top_k=3),
     ),
     "mixed pattern, no qk norm, top 1": dataclasses.replace(
         tiny.MODEL,
         layers=(LayerGroup(2, (LayerSpec("moe", window=3), LayerSpec("dense"))),),
         attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, qk_norm="none"),
-        moe=dataclasses.replace(tiny.MODEL.moe, top_k=1, renormalize=False),
+        moe=dataclasses.replace(tiny.MODEL.moe, top_k=1, merge="raw"),
     ),
 }
 

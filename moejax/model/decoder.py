@@ -11,6 +11,7 @@ from flax import nnx
 from moejax.config import Config, LayerGroup, ModelConfig
 from moejax.model.block import Block, RMSNorm, Tokens
 from moejax.model.parameters import Abstract, weight
+from moejax.moe.balance import moved_bias
 from moejax.moe.statistics import Statistics
 from moejax.nn.cross_entropy import cross_entropy
 
@@ -128,6 +129,20 @@ class Decoder:
             x_BSD, statistics = group.apply(weights[name], x_BSD, tokens, partial(gather_layer, name))
             found += [] if statistics is None else [statistics]
         return ends.final_norm(x_BSD), jax.tree.map(lambda *s: jnp.concatenate(s), *found) if found else None
+
+    def move_selection_biases(self, params: Params, requested_LE: jax.Array, rate: jax.Array) -> Params:
+        """Parameters with the selection bias of every MoE layer moved against its load in a whole step."""
+        params, first = dict(params), 0
+        for name, group in self.groups.items():
+            moe = [key for key, block in group.blocks.items() if "router" in block.shapes["ffn"]]
+            last = first + group.repeat * len(moe)
+            requested = requested_LE[first:last].reshape(group.repeat, len(moe), -1)
+            first, params[name] = last, dict(params[name])
+            for i, key in enumerate(moe):
+                block, ffn = params[name][key], params[name][key]["ffn"]
+                ffn = ffn | {"selection_bias": moved_bias(ffn["selection_bias"], requested[:, i], rate)}
+                params[name][key] = block | {"ffn": ffn}
+        return params
 
     def bind_ends(self, weights: Params) -> Ends:
         """Embedding, last norm and head with their weights."""

@@ -9,8 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 
+ZEROS = -1.0
+"""Standard deviation that stands for a parameter that starts at zero."""
+
+
 def weight(shape: tuple[int, ...], dims: tuple[str, ...], std: float) -> nnx.Param:
-    """A parameter that starts normal with standard deviation `std`, or at one where `std` is zero (norm scales)."""
+    """A parameter that starts normal with standard deviation `std`; at one where it is zero (scales), or at `ZEROS`."""
     assert len(shape) == len(dims), (shape, dims)
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, std=std)
 
@@ -43,8 +47,8 @@ def initialize(seed: jax.Array, shapes: dict[str, Any], stds: dict[str, Any]) ->
     """Initial float32 parameters. Each leaf's key comes from its name, so the mesh and the order do not matter."""
 
     def one(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, std: float) -> jax.Array:
-        if std == 0:
-            return jnp.ones(shape.shape, jnp.float32)
+        if std <= 0:
+            return jnp.full(shape.shape, 0.0 if std == ZEROS else 1.0, jnp.float32)
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
         return std * jax.random.normal(key, shape.shape, jnp.float32)

@@ -1,22 +1,74 @@
-"""The routed experts: two grouped matmuls around SwiGLU."""
+"""The routed experts: two grouped matmuls around an activation.
+
+The routing weight multiplies the hidden row, not the result: the second matmul is linear, so the result is
+the same, and the weight's gradient <dY W2^T, A> needs no expert output. Rows leave the experts weighted.
+"""
+
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from moejax.kernels import grouped_matmul
+from moejax.nn.activations import activate
 
 
-def experts(rows_RD: jax.Array, sizes_e: jax.Array, gate_up_eD2F: jax.Array, down_eFD: jax.Array) -> jax.Array:
-    """Expert FFNs `(silu(x W_gate) * x W_up) W_down`.
+class ExpertWeights(NamedTuple):
+    """Weights of the local experts.
+
+    Attributes:
+        gate_up: [e, D, g, F], gate and up side by side; g is 1 without a gate.
+        down: [e, F, D].
+        gate_up_bias: [e, g * F], gate first, or None.
+        down_bias: [e, D], or None.
+    """
+
+    gate_up: jax.Array
+    down: jax.Array
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+
+def experts(
+    rows_RD: jax.Array,
+    weight_R: jax.Array,
+    sizes_e: jax.Array,
+    weights: ExpertWeights,
+    activation: str,
+    weight_on_input: bool,
+) -> jax.Array:
+    """Weighted expert results `weight * FFN(row)`, or `FFN(weight * row)` with `weight_on_input`.
 
     Args:
-        rows_RD: Rows, expert after expert.
+        rows_RD: Rows, expert after expert; those past the sum of sizes may hold anything.
+        weight_R: Routing weight of each row, float32.
         sizes_e: Rows of each expert.
-        gate_up_eD2F: Gate and up weights side by side, [e, D, 2, F].
-        down_eFD: Down weights.
+        weights: Weights of the local experts.
+        activation: As `moejax.nn.activations.activate`.
+        weight_on_input: Where the routing weight goes.
 
     Returns:
         [R, D]; rows past the sum of sizes are zero.
     """
-    width = gate_up_eD2F.shape[-1]
-    hidden = grouped_matmul(rows_RD, gate_up_eD2F.reshape(*gate_up_eD2F.shape[:2], 2 * width), sizes_e)
-    return grouped_matmul(jax.nn.silu(hidden[:, :width]) * hidden[:, width:], down_eFD, sizes_e)
+    local, _, inner, width = weights.gate_up.shape
+    if weight_on_input:
+        rows_RD = (rows_RD * weight_R[:, None].astype(jnp.float32)).astype(rows_RD.dtype)
+    hidden = grouped_matmul(rows_RD, weights.gate_up.reshape(local, -1, inner * width), sizes_e)
+    if weights.gate_up_bias is not None:
+        hidden = hidden + _of_rows(weights.gate_up_bias, sizes_e, hidden.shape[0])
+    hidden = activate(hidden.reshape(-1, inner, width), activation)
+    if not weight_on_input:
+        hidden = (hidden * weight_R[:, None]).astype(hidden.dtype)
+    out = grouped_matmul(hidden, weights.down, sizes_e)
+    if weights.down_bias is not None:
+        bias = _of_rows(weights.down_bias, sizes_e, out.shape[0])
+        if not weight_on_input:
+            live = jnp.arange(out.shape[0]) < jnp.sum(sizes_e)
+            bias = (bias * jnp.where(live, weight_R, 0.0)[:, None]).astype(bias.dtype)
+        out = out + bias
+    return out
+
+
+def _of_rows(bias_eN: jax.Array, sizes_e: jax.Array, rows: int) -> jax.Array:
+    """Each row's bias, zero past the sum of sizes: a grouped matmul with a column of ones, whose gradient sums rows."""
+    return grouped_matmul(jnp.ones((rows, 1), bias_eN.dtype), bias_eN[:, None], sizes_e)

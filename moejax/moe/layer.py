@@ -4,49 +4,54 @@ import jax
 import jax.numpy as jnp
 from jax import named_scope
 
-from moejax.config import MoEModelConfig
-from moejax.moe.balance import balance_loss_sum, z_loss_sum
+from moejax.config import Config
 from moejax.moe.exchange import Exchange
-from moejax.moe.experts import experts
-from moejax.moe.router import route
-from moejax.moe.statistics import Statistics, count_routes
+from moejax.moe.experts import ExpertWeights, experts
+from moejax.moe.router import RouterWeights, route
+from moejax.moe.statistics import Statistics, collect
 
 
 def moe_layer(
     x_BSD: jax.Array,
+    inner_BSD: jax.Array,
     valid_BS: jax.Array,
-    router_DE: jax.Array,
-    gate_up_eD2F: jax.Array,
-    down_eFD: jax.Array,
-    config: MoEModelConfig,
+    router: RouterWeights,
+    weights: ExpertWeights,
+    config: Config,
     exchange: Exchange,
 ) -> tuple[jax.Array, Statistics]:
-    """Sum over a token's chosen experts of weight times expert output.
+    """Sum over a token's chosen experts of routing weight times expert result.
 
     Args:
-        x_BSD: Normed hidden states of this device's sequences.
+        x_BSD: Normed hidden states of this device's sequences: what the router reads.
+        inner_BSD: What the experts read: the same, or its projection in a latent MoE.
         valid_BS: Tokens that exist; padding is neither routed nor counted.
-        router_DE: Router weights, float32.
-        gate_up_eD2F: Gate and up weights of the local experts.
-        down_eFD: Down weights of the local experts.
-        config: Number of experts, choices, normalisation.
+        router: Router weights.
+        weights: Weights of the local experts.
+        config: What the layer is (`model.moe`), how it runs (`moe`), what is counted (`loss`).
         exchange: How rows reach experts.
     """
-    x_TD, valid_T = x_BSD.reshape(-1, x_BSD.shape[-1]), valid_BS.reshape(-1)
+    model, valid_T = config.model.moe, valid_BS.reshape(-1)
     with named_scope("route"):
-        chosen = route(x_TD, router_DE, valid_T, config)
+        chosen = route(x_BSD.reshape(-1, x_BSD.shape[-1]), valid_T, router, model, config.moe.routing)
     with named_scope("plan"):
-        plan = exchange.plan(chosen.expert_TK)
+        plan = exchange.plan(chosen.expert_TK, chosen.weight_TK)
+        weight_TK = _kept_weights(chosen.weight_TK, plan.kept_TK, config.moe.renormalize_dropped)
     with named_scope("dispatch"):
-        rows_RD = exchange.dispatch(x_TD, plan)
+        rows_RD, weight_R = exchange.dispatch(inner_BSD.reshape(-1, inner_BSD.shape[-1]), weight_TK, plan)
     with named_scope("experts"):
-        out_RD = experts(rows_RD, plan.sizes_e, gate_up_eD2F, down_eFD)
+        out_RD = experts(rows_RD, weight_R, plan.sizes_e, weights, model.activation, model.weight_on == "input")
     with named_scope("combine"):
-        out_TKD = exchange.combine(out_RD, plan)
-        weight_TK = jnp.where(plan.kept_TK, chosen.weight_TK, 0.0)
-        y_TD = jnp.einsum("tkd,tk->td", out_TKD, weight_TK.astype(x_TD.dtype), preferred_element_type=jnp.float32)
-    requested_E, dropped = count_routes(chosen, plan.kept_TK, config.num_experts)
-    statistics = Statistics(
-        requested_E, dropped, balance_loss_sum(chosen, valid_T, x_BSD.shape[0]), z_loss_sum(chosen, valid_T)
-    )
-    return y_TD.astype(x_BSD.dtype).reshape(x_BSD.shape), statistics
+        y_TD = exchange.combine(out_RD, plan)
+    with named_scope("statistics"):
+        statistics = collect(chosen, plan, valid_BS, config)
+    return y_TD.reshape(inner_BSD.shape), statistics
+
+
+def _kept_weights(weight_TK: jax.Array, kept_TK: jax.Array, renormalize: bool) -> jax.Array:
+    """Weights of admitted routes; with `renormalize` they sum to what the weights of all routes summed to."""
+    kept_weight_TK = jnp.where(kept_TK, weight_TK, 0.0)
+    if not renormalize:
+        return kept_weight_TK
+    whole, left = (jnp.sum(w, axis=1, keepdims=True) for w in (weight_TK, kept_weight_TK))
+    return kept_weight_TK * jnp.where(left > 0, whole / jnp.where(left > 0, left, 1.0), 1.0)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from moejax.axes import TOKEN_AXES
 from moejax.varying import vary, varying_axes
 
-Loss = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, Any]]
-"""(weights, microbatch) to this device's share of the loss, and sums to add up."""
+Loss = Callable[[Any, dict[str, jax.Array], Any], tuple[jax.Array, Any]]
+"""(weights, microbatch, sums of the microbatches before) to this device's share of the loss, and sums to add up."""
 
 
 def accumulate(loss_fn: Loss, weights: Any, microbatches: dict[str, jax.Array]) -> tuple[Any, Any]:
@@ -26,12 +26,12 @@ def accumulate(loss_fn: Loss, weights: Any, microbatches: dict[str, jax.Array]) 
         return total + part.astype(total.dtype)
 
     def one(carry: Any, microbatch: dict[str, jax.Array]) -> tuple[Any, None]:
-        (_, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(weights, microbatch)
+        (_, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(weights, microbatch, carry[1])
         return jax.tree.map(add, carry, (grads, sums)), None
 
     zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying_axes(w)), weights)
     first = jax.tree.map(lambda a: a[0], microbatches)
-    sums_type = jax.eval_shape(lambda w, m: loss_fn(w, m)[1], weights, first)
+    sums_type = jax.eval_shape(lambda w, m: loss_fn(w, m, None)[1], weights, first)
     sums = jax.tree.map(lambda s: vary(jnp.zeros(s.shape, s.dtype), TOKEN_AXES), sums_type)
     (grads, sums), _ = jax.lax.scan(one, (zeros, sums), microbatches)
     return grads, sums

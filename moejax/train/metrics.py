@@ -62,6 +62,8 @@ class MetricWriter:
 
 
 def _number(value: Any) -> Any:
+    if getattr(value, "ndim", 0):
+        return value.tolist()
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -106,7 +108,7 @@ class _TensorBoard:
     def write(self, row: Row) -> None:
         with disk_errors(self._path):
             for key, value in row.items():
-                if key != "step" and value is not None:
+                if key != "step" and value is not None and not isinstance(value, list):
                     self._writer.add_scalar(key, value, row["step"])
 
     def close(self) -> None:

@@ -97,4 +97,9 @@ class Program:
         grads, metrics = self.gradients(state.params, batch)
         metrics |= {"learning_rate": self.schedule(state.step - state.skipped)}
         with jax.named_scope("update"):
-            return update(state, grads, metrics, self.optimizer, self.config.optimizer.clip_norm)
+            state, metrics = update(state, grads, metrics, self.optimizer, self.config.optimizer.clip_norm)
+            if self.config.loss.bias_rate:
+                rate = jnp.where(state.bad_streak == 0, self.config.loss.bias_rate, 0.0)
+                params = self.decoder.move_selection_biases(state.params, metrics["moe/requested"], rate)
+                state = state._replace(params=params)
+        return state, metrics

@@ -1,5 +1,6 @@
 """The training step: gather weights, run the schedule, reduce gradients, update."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from moejax.axes import AXES, BATCH_AXES, CONTEXT, TOKEN_AXES
 from moejax.config import Config
 from moejax.model.decoder import Decoder, Params, Sums
+from moejax.moe.balance import Scope, balance_sum
 from moejax.moe.statistics import summarize
 from moejax.schedule.sequential import accumulate
 from moejax.sharding import gather, gather_for, is_layout, reduce, sum_of_squares
@@ -48,11 +50,14 @@ def _gradients(
     def gather_layer(name: str, weights: Params) -> Params:
         return gather_for(layer[name], dtype)(weights) if mode == "layer" else weights
 
-    def loss_fn(weights: Params, microbatch: Params) -> tuple[jax.Array, Sums]:
+    def forward(weights: Params, microbatch: Params) -> Sums:
         if mode != "step":
             weights = jax.tree.map(lambda w: lax.optimization_barrier((w, microbatch["index"]))[0], weights)
             weights = weights | gather_for(outside, dtype)({key: weights[key] for key in outside})
-        sums = decoder.sums(weights, microbatch, gather_layer)
+        return decoder.sums(weights, microbatch, gather_layer)
+
+    def loss_fn(weights: Params, microbatch: Params, before: Sums | None) -> tuple[jax.Array, Sums]:
+        sums = _with_balance(forward(weights, microbatch), before, step_LE, config.loss.balance_scope)
         return losses(sums, num_tokens, config)["loss"], sums
 
     num_tokens = lax.psum(jnp.sum(batch["segments"] > 0, dtype=jnp.int32), TOKEN_AXES)
@@ -60,14 +65,39 @@ def _gradients(
     # Storage does not change between microbatches: without a tie to something that does, XLA gathers it only once.
     microbatches["index"] = jnp.arange(config.train.microbatches, dtype=jnp.float32)
     weights = gather(params, layouts, dtype) if mode == "step" else params
+    ahead = config.loss.balance_scope == "global_batch" and config.train.microbatches > 1
+    step_LE = _requested_of_step(forward, weights, microbatches) if ahead else None
     grads, sums = accumulate(loss_fn, weights, microbatches)
     grads = reduce(grads, layouts) if mode == "step" else grads
     sums = lax.psum(sums, TOKEN_AXES)
     squares = lax.psum(sum_of_squares(grads, layouts, config.mesh), AXES)
     metrics = losses(sums, num_tokens, config) | {"grad_norm": jnp.sqrt(squares), "tokens": num_tokens}
     if sums.statistics is not None:
-        metrics |= summarize(sums.statistics.requested_E, sums.statistics.dropped)
+        width = config.model.moe.latent_dim or config.model.d_model
+        metrics |= summarize(sums.statistics, num_tokens, config.mesh.expert, width * decoder.dtype.itemsize)
     return grads, metrics
+
+
+def _with_balance(sums: Sums, before: Sums | None, step_LE: jax.Array | None, scope: Scope) -> Sums:
+    """`sums` with the balance loss of a scope that is wider than a sequence; layers make the others themselves."""
+    now = sums.statistics
+    if now is None or scope in ("sequence", "sequence_unbiased"):
+        return sums
+    earlier = None if before is None or before.statistics is None else before.statistics.requested_E
+    balance_L = balance_sum(scope, now.score_E, now.requested_E, earlier, step_LE)
+    return sums._replace(statistics=now._replace(balance_sum=balance_L))
+
+
+def _requested_of_step(forward: Callable[[Params, Params], Sums], weights: Params, microbatches: Params) -> jax.Array:
+    """Requested routes [L, E] of all devices and microbatches: a forward pass ahead of the first backward pass."""
+
+    def one(microbatch: Params) -> jax.Array:
+        statistics = forward(weights, microbatch).statistics
+        assert statistics is not None
+        return statistics.requested_E
+
+    with jax.named_scope("prepass"):
+        return lax.psum(jnp.sum(lax.map(one, microbatches), axis=0), TOKEN_AXES)
 
 
 def gradient_function(decoder: Decoder, layouts: Params, config: Config, mesh: Mesh) -> Any:

@@ -2,16 +2,26 @@
 
 from moejax.axes import EXPERT
 from moejax.config import Config
+from moejax.moe.admission import Capacity
+from moejax.moe.exchange.gather import Gather
 from moejax.moe.exchange.interface import Exchange, Plan
 from moejax.moe.exchange.local import Local
 from moejax.moe.exchange.padded import Padded
+from moejax.moe.exchange.ragged import Ragged
 
-__all__ = ["Exchange", "Local", "Padded", "Plan", "make_exchange"]
+__all__ = ["Exchange", "Gather", "Local", "Padded", "Plan", "Ragged", "make_exchange"]
 
 
 def make_exchange(config: Config) -> Exchange:
     """The exchange that `moe.exchange` names; by default `local` without expert parallelism, else `padded`."""
-    experts, capacity, ranks = config.model.moe.num_experts, config.moe.capacity, config.mesh.expert
-    if config.moe.exchange == "local" or (config.moe.exchange is None and ranks == 1):
-        return Local(experts, capacity)
-    return Padded(experts, ranks, EXPERT, capacity)
+    moe, experts, ranks = config.moe, config.model.moe.num_experts, config.mesh.expert
+    capacity = Capacity(moe.capacity, moe.capacity_per == "expert", moe.drop_order == "weight")
+    match moe.exchange or ("local" if ranks == 1 else "padded"):
+        case "local":
+            return Local(experts, capacity)
+        case "gather":
+            return Gather(experts, ranks, EXPERT, capacity)
+        case "ragged":
+            return Ragged(experts, ranks, EXPERT, capacity, moe.deduplicate)
+        case _:
+            return Padded(experts, ranks, EXPERT, capacity, moe.deduplicate)

@@ -1,14 +1,16 @@
-"""The interface of an exchange, and the sorting that every exchange starts with.
+"""The interface of an exchange, and where admitted routes go.
 
-`plan` decides where each route goes, `dispatch` brings rows to their experts, `combine` brings results
-back and adds them up. Dispatch and combine are adjoint: each is the gradient of the other.
+`plan` decides where each route goes, `dispatch` brings rows and routing weights to the experts, `combine`
+brings the weighted results back and adds them up. Dispatch and combine of rows are adjoint: each is the
+gradient of the other.
 """
 
-import math
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+
+from moejax.moe.admission import Sorted, starts
 
 
 class Plan(NamedTuple):
@@ -17,58 +19,55 @@ class Plan(NamedTuple):
     Attributes:
         kept_TK: Routes that have a place.
         sizes_e: Rows of each local expert, in the order of the rows that `dispatch` returns.
+        sent: Rows of width D that this device sends to others in one dispatch, int32.
+        saved: Rows that de-duplication does not send, int32.
         maps: Index arrays of the exchange that made the plan.
     """
 
     kept_TK: jax.Array
     sizes_e: jax.Array
+    sent: jax.Array
+    saved: jax.Array
     maps: dict[str, jax.Array]
 
 
 class Exchange(Protocol):
     """How rows reach experts."""
 
-    def plan(self, expert_TK: jax.Array) -> Plan:
-        """Place every route; those of `num_experts` (padding) go nowhere."""
+    def plan(self, expert_TK: jax.Array, weight_TK: jax.Array) -> Plan:
+        """Place every route; those of `num_experts` (padding) go nowhere. Weights only order admission."""
         ...
 
-    def dispatch(self, x_TD: jax.Array, plan: Plan) -> jax.Array:
-        """Rows [R, D] of the local experts, expert after expert; rows past the sum of sizes are zero."""
+    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+        """Rows [R, D] of the local experts, expert after expert, and their weights [R]; the tail holds anything."""
         ...
 
     def combine(self, rows_RD: jax.Array, plan: Plan) -> jax.Array:
-        """Result of each route [T, K, D] at its token; zero for routes without a place."""
+        """Sum of the results of each token's routes [T, D]; zero for tokens without a place."""
         ...
 
 
-class Sorted(NamedTuple):
-    """Routes in order of their expert, stable by position.
+class Places(NamedTuple):
+    """Where the routes of one source go.
 
     Attributes:
-        order: [T K] route (token * K + choice) at each sorted place.
-        place: [T K] sorted place of each route: the inverse of `order`.
-        counts: [E] routes of each expert; routes to no expert come last and are not counted.
+        rank_TK: Rank of the chosen expert; `ranks` for no expert.
+        kept_TK: Whether the route is admitted.
+        row_TK: Row in the buffer of that rank, -1 if not admitted: local expert, then source, then priority.
     """
 
-    order: jax.Array
-    place: jax.Array
-    counts: jax.Array
+    rank_TK: jax.Array
+    kept_TK: jax.Array
+    row_TK: jax.Array
 
 
-def sort_routes(expert_TK: jax.Array, num_experts: int) -> Sorted:
-    """Sort routes by expert."""
-    expert = expert_TK.reshape(-1)
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
-    counts = jnp.bincount(expert, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-    return Sorted(order, place, counts)
-
-
-def starts(sizes: jax.Array, axis: int = -1) -> jax.Array:
-    """Exclusive cumulative sum: where each part starts."""
-    return jnp.cumsum(sizes, axis=axis, dtype=jnp.int32) - sizes
-
-
-def budget(capacity: float | None, routes: int, limit: int) -> int:
-    """Rows of a buffer: `ceil(capacity * routes)`, at least 1, at most `limit`; `limit` when nothing may drop."""
-    return limit if capacity is None else min(limit, max(1, math.ceil(capacity * routes)))
+def place(expert_TK: jax.Array, by_expert: Sorted, kept_SE: jax.Array, source: jax.Array | int, ranks: int) -> Places:
+    """Rows in the buffers of all ranks, from the admitted counts of all sources (report section 5.4)."""
+    sources, num_experts = kept_SE.shape
+    kept_QeS = kept_SE.reshape(sources, ranks, -1).transpose(1, 2, 0)
+    base_QeS = starts(kept_QeS.reshape(ranks, -1)).reshape(kept_QeS.shape)
+    base_SE = base_QeS.transpose(2, 0, 1).reshape(sources, num_experts)
+    expert = jnp.minimum(expert_TK, num_experts - 1)
+    kept = (expert_TK < num_experts) & (by_expert.within_TK < kept_SE[source][expert])
+    row = jnp.where(kept, base_SE[source][expert] + by_expert.within_TK, -1)
+    return Places(expert_TK // (num_experts // ranks), kept, row)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from moejax.moe.exchange.interface import Plan, budget, sort_routes, starts
-from moejax.moe.rows import take_rows
+from moejax.moe.admission import Capacity, admit, sort_routes
+from moejax.moe.exchange.interface import Plan, place
+from moejax.moe.rows import inverse, sum_rows, take_rows
 
 
 @dataclass(frozen=True)
@@ -15,31 +16,33 @@ class Local:
 
     Attributes:
         num_experts: Experts E.
-        capacity: Factor on K x T rows that the buffer holds; None for no drop.
+        capacity: Budget of the buffer, pooled over all experts: factor x K x T.
     """
 
     num_experts: int
-    capacity: float | None
+    capacity: Capacity
 
-    def plan(self, expert_TK: jax.Array) -> Plan:
-        """Sort routes; those past the budget are dropped, highest experts first."""
+    def plan(self, expert_TK: jax.Array, weight_TK: jax.Array) -> Plan:
+        """Sort, admit, place."""
         routes = expert_TK.size
-        rows = budget(self.capacity, routes, routes)
-        by_expert = sort_routes(expert_TK, self.num_experts)
-        sizes = jnp.clip(rows - starts(by_expert.counts), 0, by_expert.counts)
-        slot = jnp.where(by_expert.place < jnp.sum(sizes), by_expert.place, -1)
-        route = jnp.where(jnp.arange(rows) < jnp.sum(sizes), by_expert.order[:rows], -1)
-        slot_TK = slot.reshape(expert_TK.shape)
-        return Plan(slot_TK >= 0, sizes, {"slot_TK": slot_TK, "route_R": route})
+        rows = self.capacity.rows(routes, routes, self.num_experts)
+        by_expert = sort_routes(expert_TK, weight_TK, self.num_experts, self.capacity.by_weight)
+        kept_SE = admit(by_expert.counts_E[None], by_expert.weight_N[None], 1, rows, self.capacity)
+        places = place(expert_TK, by_expert, kept_SE, 0, 1)
+        maps = {"row_TK": places.row_TK, "route_R": inverse(places.row_TK, rows)}
+        return Plan(places.kept_TK, kept_SE[0], jnp.int32(0), jnp.int32(0), maps)
 
-    def dispatch(self, x_TD: jax.Array, plan: Plan) -> jax.Array:
+    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
         """Gather token rows in order of their experts."""
-        slot_TK, route_R = plan.maps["slot_TK"], plan.maps["route_R"]
-        token_R = jnp.where(route_R >= 0, route_R // slot_TK.shape[1], -1)
-        return take_rows(x_TD, token_R, slot_TK)
+        row_TK, route_R = plan.maps["row_TK"], plan.maps["route_R"]
+        rows_RD = take_rows(x_TD, _token(route_R, row_TK), row_TK)
+        return rows_RD, take_rows(weight_TK.reshape(-1), route_R, row_TK.reshape(-1, 1))
 
     def combine(self, rows_RD: jax.Array, plan: Plan) -> jax.Array:
-        """Gather each route's result."""
-        slot_TK, route_R = plan.maps["slot_TK"], plan.maps["route_R"]
-        picked = take_rows(rows_RD, slot_TK.reshape(-1), route_R[:, None])
-        return picked.reshape(*slot_TK.shape, -1)
+        """Add up each token's results."""
+        row_TK, route_R = plan.maps["row_TK"], plan.maps["route_R"]
+        return sum_rows(rows_RD, row_TK, _token(route_R, row_TK))
+
+
+def _token(route_R: jax.Array, row_TK: jax.Array) -> jax.Array:
+    return jnp.where(route_R >= 0, route_R // row_TK.shape[1], -1)
