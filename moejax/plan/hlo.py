@@ -27,6 +27,7 @@ _BITS |= {"f8e4m3fn": 8, "f8e5m2": 8, "f8e4m3": 8, "f8e8m0fnu": 8}
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-~]+) (?:\(.*)?\{\s*$")
+_START = 'custom_call_target="AsyncCollectiveStart"'
 _CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-~]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-~]+)")
 
@@ -92,7 +93,7 @@ def collectives(text: str) -> list[Collective]:
     """Every collective that the program runs, in the order of the text.
 
     Raises:
-        ValueError: The text has no entry computation, or a loop around a collective has no known trip count.
+        ValueError: The text has no entry computation, or a loop around a collective has an unknown trip count.
     """
     computations, entry = _computations(text)
     return list(_walk(computations, entry, 1))
@@ -119,8 +120,12 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _walk(computations: Mapping[str, Sequence[str]], name: str, times: int) -> Iterator[Collective]:
-    for line in computations.get(name, ()):
+    lines = computations.get(name, ())
+    starts = any(_START in line for line in lines)
+    for line in lines:
         if match := _COLLECTIVE.search(line):
+            if "chain_id=" in line and not starts:
+                continue  # TPU: a collective that runs beside several fusions stands in each of them
             yield _collective(line, match, times, scattered="all-reduce-scatter" in name)
         elif " while(" in line:
             yield from _loop(computations, line, times)
@@ -134,13 +139,24 @@ def _walk(computations: Mapping[str, Sequence[str]], name: str, times: int) -> I
 
 
 def _loop(computations: Mapping[str, Sequence[str]], line: str, times: int) -> Iterator[Collective]:
-    body = re.search(r"body=%?([\w.\-~]+)", line)
+    body, condition = (re.search(rf"{name}=%?([\w.\-~]+)", line) for name in ("body", "condition"))
     assert body is not None, line
-    trips = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', line)
-    inside = list(_walk(computations, body[1], times * int(trips[1]) if trips else times))
-    if inside and not trips:
+    known = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', line)
+    trips = int(known[1]) if known else _trips(computations.get(condition[1], ())) if condition else None
+    inside = list(_walk(computations, body[1], times * (trips or 1)))
+    if inside and trips is None:
         raise ValueError(f"a loop with {len(inside)} collectives has no known trip count: {line.strip()[:120]}")
     yield from inside
+
+
+def _trips(condition: Sequence[str]) -> int | None:
+    """Trip count from a condition `index < constant`; JAX counts from zero by one."""
+    constants = dict(re.findall(r"%?([\w.\-~]+) = s32\[\]\S* constant\((\d+)\)", "\n".join(condition)))
+    for line in condition:
+        compare = re.search(r" compare\([^,]*?%?[\w.\-~]+, [^,]*?%?([\w.\-~]+)\), direction=LT", line)
+        if compare and compare[1] in constants:
+            return int(constants[compare[1]])
+    return None
 
 
 def _collective(line: str, match: re.Match[str], times: int, scattered: bool) -> Collective:
@@ -179,7 +195,14 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-    """Groups of devices: listed, or as a reshaped and transposed range."""
+    """Groups of devices: listed, as a reshaped and transposed range, or as axes of a mesh."""
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", line):
+        mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        inner = [name for name in mesh if f"'{name}'" in named[2]]
+        outer = [name for name in mesh if name not in inner]
+        devices = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+        devices = devices.transpose([list(mesh).index(name) for name in outer + inner])
+        return tuple(map(tuple, devices.reshape(-1, math.prod(mesh[name] for name in inner)).tolist()))
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", line):
         return tuple(_dims(group) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     ranged = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
