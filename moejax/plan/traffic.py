@@ -1,0 +1,173 @@
+"""What a training step moves between devices, from formulas alone.
+
+A `Move` counts as compiled HLO does: tensors, and bytes of whole tensors (gathered, or before they are scattered).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moejax.axes import EXPERT
+from moejax.config import Config
+from moejax.moe.admission import Capacity
+from moejax.plan.hlo import wire_fraction
+from moejax.plan.tensors import Tensor
+
+GATHER, REDUCE = "weight gather", "gradient reduce"
+PLAN, DISPATCH, COMBINE, LOSS = "plan", "dispatch", "combine", "loss"
+
+CLASSES = (GATHER, REDUCE, DISPATCH, COMBINE, PLAN, LOSS)
+"""Classes of traffic. `plan` is the exchange's counts and row numbers; `loss` everything else."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Collectives of one class, operation and type over one step.
+
+    Attributes:
+        name: Class, one of `CLASSES`.
+        kind: Operation, as HLO names it.
+        dtype: Type of the data, as HLO writes it.
+        axes: Mesh axes that it runs over.
+        group: Devices of one group.
+        tensors: How many tensors move.
+        bytes: Bytes of the whole tensors.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    axes: tuple[str, ...]
+    group: int
+    tensors: int
+    bytes: int
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends, in the ring algorithms."""
+        return self.bytes * wire_fraction(self.kind, self.group)
+
+
+def step_traffic(config: Config, tensors: Sequence[Tensor]) -> list[Move]:
+    """Every move of one optimizer step but those of the loss and its statistics, equal ones added up."""
+    moves: dict[tuple, list[int]] = {}
+    for tensor in tensors:
+        for key, count, size in _of_weight(config, tensor):
+            _add(moves, config, key, count, size)
+    for key, count, size in _of_experts(config):
+        _add(moves, config, key, count, size)
+    return [Move(*key, *values) for key, values in moves.items()]
+
+
+Key = tuple[str, str, str, tuple[str, ...]]
+
+
+def _add(moves: dict[tuple, list[int]], config: Config, key: Key, count: int, size: int) -> None:
+    group = config.mesh.group(key[3])
+    if group > 1 and count:
+        total = moves.setdefault((*key, group), [0, 0])
+        total[0] += count
+        total[1] += count * size
+
+
+def _of_weight(config: Config, tensor: Tensor) -> Iterator[tuple[Key, int, int]]:
+    """Gathers and reductions of one parameter: (what, how often, bytes)."""
+    mode, turns = config.weights.gather, config.train.microbatches
+    repeat = tensor.layout.shape[0] if tensor.stacked and mode == "layer" else 1
+    forward = 1 if mode == "step" else turns * repeat
+    again = forward if repeat > 1 else 0  # XLA unrolls a loop of one turn, and keeps the weights for backward
+    dtype, width = ("f32", 4) if tensor.dtype.itemsize == 4 else ("bf16", 2)
+    size = tensor.storage_size // repeat
+    for axes in tensor.layout.extra:
+        if axes:
+            size *= config.mesh.group(axes)
+            yield (GATHER, "all-gather", dtype, axes), forward + again, width * size
+    for axes in tensor.layout.extra:
+        if axes:
+            yield (REDUCE, "reduce-scatter", "f32", axes), forward, 4 * size
+            size //= config.mesh.group(axes)
+    axes = tuple(axis for axis in tensor.layout.sum_axes if config.mesh.group([axis]) > 1)
+    yield (REDUCE, "all-reduce", "f32", axes), forward, 4 * size
+
+
+@dataclass(frozen=True)
+class ExchangeSizes:
+    """Static sizes of an exchange on one device, for one layer and microbatch.
+
+    Attributes:
+        tokens: Tokens of the device.
+        rows: Rows of the buffer of expert inputs.
+        slots: Rows of the send buffer.
+        arriving: Rows of the receive buffer.
+        lanes: Routes that one row on the wire serves.
+    """
+
+    tokens: int
+    rows: int
+    slots: int
+    arriving: int
+    lanes: int
+
+
+def exchange_of(config: Config) -> str:
+    """Name of the exchange, defaults resolved."""
+    return config.moe.exchange or ("padded" if config.mesh.expert > 1 else "local")
+
+
+def exchange_sizes(config: Config) -> ExchangeSizes:
+    """Sizes of the buffers that the exchange of a configuration has."""
+    moe, model, ranks = config.moe, config.model.moe, config.mesh.expert
+    sequences = config.data.batch_size // (config.mesh.group(("data", EXPERT)) * config.train.microbatches)
+    tokens = sequences * config.data.sequence_length // config.mesh.context
+    local, top_k = model.num_experts // ranks, model.top_k
+    capacity = Capacity(moe.capacity, moe.capacity_per == "expert")
+    most = tokens * min(top_k, local)
+    exchange = exchange_of(config)
+    if exchange == "padded":
+        budget = capacity.rows(-(-tokens * top_k // ranks), most, local)
+        slots = min(budget, tokens) if moe.deduplicate else budget
+        lanes = min(top_k, local) if moe.deduplicate else 1
+        return ExchangeSizes(tokens, ranks * budget, ranks * slots, ranks * slots, lanes)
+    if exchange == "local":
+        rows = capacity.rows(tokens * top_k, tokens * top_k, local)
+        return ExchangeSizes(tokens, rows, 0, 0, 1)
+    budget = capacity.rows(tokens * top_k, ranks * most, local)
+    if exchange == "gather":
+        return ExchangeSizes(tokens, budget, tokens, ranks * tokens, top_k)
+    if moe.deduplicate:
+        slots, lanes = tokens * min(top_k, ranks), min(top_k, local)
+        return ExchangeSizes(tokens, budget, slots, min(budget, ranks * tokens), lanes)
+    return ExchangeSizes(tokens, budget, tokens * top_k, budget, 1)
+
+
+def _of_experts(config: Config) -> Iterator[tuple[Key, int, int]]:
+    """Moves of all MoE layers and microbatches: (what, how often, bytes)."""
+    exchange, moe = exchange_of(config), config.model.moe
+    if exchange == "local" or not config.model.num_moe_layers:
+        return
+    sizes, ranks = exchange_sizes(config), config.mesh.expert
+    dtype, width = ("f32", 4) if config.model.dtype == "float32" else ("bf16", 2)
+    row = width * (moe.latent_dim or config.model.d_model)
+    count = config.model.num_moe_layers * config.train.microbatches
+    again = count if config.remat.policy == "full" else 0  # what recomputation repeats; backward needs no results
+
+    def move(name: str, kind: str, times: int, size: int, of: str = dtype) -> tuple[Key, int, int]:
+        return (name, kind, of, (EXPERT,)), times, size
+
+    counts = 4 * ranks * moe.num_experts
+    yield move(PLAN, "all-gather", count + again, counts, "s32")
+    if exchange == "gather":
+        everyone = sizes.arriving
+        yield move(PLAN, "all-gather", count + again, 2 * 4 * everyone * moe.top_k, "s32")
+        yield move(DISPATCH, "all-gather", count + again, everyone * row)
+        yield move(DISPATCH, "all-gather", count + again, 4 * everyone * moe.top_k, "f32")
+        yield move(DISPATCH, "reduce-scatter", count, everyone * row)
+        yield move(DISPATCH, "reduce-scatter", count, 4 * everyone * moe.top_k, "f32")
+        yield move(COMBINE, "reduce-scatter", count, everyone * row)
+        yield move(COMBINE, "all-gather", count, everyone * row)
+        return
+    kind = "all-to-all" if exchange == "padded" else "ragged-all-to-all"
+    if exchange == "padded" or config.moe.deduplicate:
+        yield move(PLAN, kind, count + again, 4 * sizes.arriving * sizes.lanes, "s32")
+    yield move(DISPATCH, kind, 2 * count + again, sizes.arriving * row)
+    yield move(DISPATCH, kind, 2 * count + again, 4 * sizes.arriving * sizes.lanes, "f32")
+    yield move(COMBINE, kind, 2 * count, sizes.arriving * row)
