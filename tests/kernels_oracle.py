@@ -2,6 +2,7 @@
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import ArrayLike
 
 
 def gmm(lhs: np.ndarray, rhs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -85,11 +86,12 @@ def row_slices(sizes: np.ndarray) -> list[slice]:
     return [slice(int(end - size), int(end)) for end, size in zip(ends, sizes, strict=True)]
 
 
-def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+def relative_error(got: ArrayLike, want: ArrayLike) -> float:
     """Relative Frobenius error; infinite for any NaN; absolute where the truth is zero."""
     got = np.asarray(got).astype(np.float64)
     if not np.isfinite(got).all():
         return float("inf")
+    want = np.asarray(want, np.float64)
     norm = np.linalg.norm(want)
     return float(np.linalg.norm(got - want) / (norm if norm > 0 else 1.0))
 

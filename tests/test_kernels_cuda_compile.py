@@ -53,8 +53,11 @@ def _compile(chip: str, shape: tuple[int, int, int, int], dtype) -> int:
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=True)
     with target("gpu", f"NVIDIA {chip.upper()}"):
         compiled = jax.jit(mapped).lower(*args).compile()
-    assert compiled.as_text().count("moejax_gmm") >= 3
-    return compiled.memory_analysis().temp_size_in_bytes
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert text.count("moejax_gmm") >= 3
+    assert memory is not None
+    return memory.temp_size_in_bytes
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

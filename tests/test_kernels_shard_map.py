@@ -24,7 +24,8 @@ def _loss(backend, x, w1, w2, sizes):
 
     @jax.checkpoint
     def body(carry, weights):
-        return _layer(backend, carry, *weights, sizes), None
+        w1, w2 = weights
+        return _layer(backend, carry, w1, w2, sizes), None
 
     x, _ = jax.lax.scan(body, x, (w1, w2))
     return jax.lax.psum(jnp.sum(x * x), ("data", "expert"))

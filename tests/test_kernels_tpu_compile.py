@@ -45,8 +45,11 @@ def _compile(name: str, shape: tuple[int, int, int, int], backend) -> int:
     args = (struct(m, k), struct(groups, k, n), struct(groups, dtype=jnp.int32), struct(m, n))
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=True)
     compiled = jax.jit(mapped).lower(*args).compile()
-    assert compiled.as_text().count("tpu_custom_call") >= 3
-    return compiled.memory_analysis().temp_size_in_bytes
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert text.count("tpu_custom_call") >= 3
+    assert memory is not None
+    return memory.temp_size_in_bytes
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
