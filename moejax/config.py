@@ -191,16 +191,23 @@ class MoEModelConfig:
         shared = bool(self.shared_dim)
         _require(shared or self.shared_gain == 1, "model.moe.shared_gain", self.shared_gain, "1 when shared_dim=0")
         _require(shared or not self.shared_gate, "model.moe.shared_gate", True, "false when shared_dim=0")
-        _require(bool(self.latent_dim) or not self.latent_norm, "model.moe.latent_norm", True, "false when latent_dim=0")
+        _require(
+            bool(self.latent_dim) or not self.latent_norm, "model.moe.latent_norm", True, "false when latent_dim=0"
+        )
         after = self.softmax == "after"
-        _require(not after or self.scores == "softmax", "model.moe.softmax", "after", f"before for scores={self.scores}")
+        _require(
+            not after or self.scores == "softmax", "model.moe.softmax", "after", f"before for scores={self.scores}"
+        )
         _require(not after or self.merge != "raw", "model.moe.merge", "raw", "sum_to_one when softmax=after: it is so")
         self._check_groups()
 
     def _check_groups(self) -> None:
         groups, best = self.num_groups, self.top_groups
         _require(
-            self.num_experts % groups == 0, "model.moe.num_groups", groups, f"a divisor of num_experts={self.num_experts}"
+            self.num_experts % groups == 0,
+            "model.moe.num_groups",
+            groups,
+            f"a divisor of num_experts={self.num_experts}",
         )
         _require(best < groups or groups == 1, "model.moe.top_groups", best, f"less than num_groups={groups}")
         _require(best == 1 or groups > 1, "model.moe.top_groups", best, "1 when num_groups=1")
@@ -303,7 +310,7 @@ class MoEConfig:
         capacity_per: Pool the budget over the experts of a `rank`, or divide it evenly, one for each `expert`.
         drop_order: Who is dropped first: the highest `position` (local expert, source rank, position in the
             batch) or the lowest routing `weight`.
-        renormalize_dropped: Scale the weights of a token's other routes up, so that dropping leaves their sum as it was.
+        renormalize_dropped: Scale the weights of a token's other routes up, so that their sum stays as it was.
         deduplicate: A token that chose several experts of one rank crosses the wire once.
         routing: `learned`, or for benchmarks `uniform` or `random`, which ignore what the router learned.
     """
@@ -651,7 +658,10 @@ class Config:
     def _check_moe(self) -> None:
         model, shards = self.model.moe, self.mesh.expert
         _require(
-            model.num_experts % shards == 0, "model.moe.num_experts", model.num_experts, f"a multiple of mesh.expert={shards}"
+            model.num_experts % shards == 0,
+            "model.moe.num_experts",
+            model.num_experts,
+            f"a multiple of mesh.expert={shards}",
         )
         local = self.moe.exchange == "local" and shards > 1
         _require(not local, "moe.exchange", "local", f"padded, or left out, with mesh.expert={shards}")

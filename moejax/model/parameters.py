@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-
 ZEROS = -1.0
 """Standard deviation that stands for a parameter that starts at zero."""
 

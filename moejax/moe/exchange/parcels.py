@@ -45,7 +45,7 @@ def make_shared_parcels(places: Places, ranks: int) -> Parcels:
     earlier = jnp.tri(rank_TK.shape[1], k=-1, dtype=bool)
     lane_TK = jnp.sum(same_TKK & earlier, axis=2, dtype=jnp.int32)
     goes_TP = jnp.any(rank_TK[:, :, None] == jnp.arange(ranks), axis=1)
-    number_TP = jnp.cumsum(goes_TP, axis=0, dtype=jnp.int32) - goes_TP
+    number_TP = starts(goes_TP.astype(jnp.int32), axis=0)
     number_TK = jnp.take_along_axis(number_TP, jnp.minimum(rank_TK, ranks - 1), axis=1)
     number_TK = jnp.where(places.kept_TK, number_TK, -1)
     return Parcels(number_TK, lane_TK, jnp.sum(goes_TP, axis=0, dtype=jnp.int32))
