@@ -70,7 +70,7 @@ class ToyProgram:
         self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(("data", "expert")))
         shape = (config.data.batch_size, config.data.sequence_length)
         index = self.batch_sharding.addressable_devices_indices_map(shape).values()
-        self.rows = sorted({row for i in index for row in range(*i[0].indices(shape[0]))})
+        self.rows = sorted({row for i in index if i for row in range(*i[0].indices(shape[0]))})
         self._compiled = jax.jit(self._step, donate_argnums=0, out_shardings=(self.shardings, self.replicated))
         self.eval_step = jax.jit(lambda params, batch: self._sums(params, batch), out_shardings=self.replicated)
         self.init = jax.jit(self._init, out_shardings=self.shardings)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
@@ -90,7 +91,7 @@ def _muon_rms(matrices: Any) -> optax.GradientTransformation:
     def scale(matrix: MuonDimensionNumbers | None, update: jax.Array) -> jax.Array:
         if matrix is None:
             return update
-        rows, columns = (math.prod(update.shape[axis] for axis in axes) for axes in matrix)
+        rows, columns = (math.prod(np.take(update.shape, axes)) for axes in matrix)
         return update * (MUON_RMS * math.sqrt(max(rows, columns)))
 
     return optax.stateless(lambda updates, _: jax.tree.map(scale, matrices, updates, is_leaf=_is_matrix))

@@ -67,10 +67,9 @@ class Trainer:
 
     def _session(self, checkpoints: Checkpoints, report: Report, step: int | None, meta: dict[str, Any]) -> Session:
         quiet = jax.process_index() != 0
-        loaders = [self._make_loader(self.config, split, quiet=quiet) for split in ("train", "heldout")]
-        return Session(
-            self.config, self.folder, self._make_program(self.config), *loaders, checkpoints, report, step, meta
-        )
+        train, held_out = (self._make_loader(self.config, split, quiet=quiet) for split in ("train", "heldout"))
+        program = self._make_program(self.config)
+        return Session(self.config, self.folder, program, train, held_out, checkpoints, report, step, meta)
 
     def _refuse_changes(self, checkpoints: Checkpoints, step: int, meta: dict[str, Any]) -> None:
         """Refuse to start over in a used folder, or to go on with another model than the checkpoint's."""
