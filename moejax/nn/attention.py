@@ -6,6 +6,7 @@ Long sequences go in blocks of queries, one after the other, each recomputed in 
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +20,8 @@ def _block(q: jax.Array, k: jax.Array, v: jax.Array, same: jax.Array, offset: ja
     """Attention of queries to keys; `offset` is the place of the first query minus that of the first key."""
     distance = offset + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]
     mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    return jax.nn.dot_product_attention(q, k, v, mask=(mask[None] & same)[:, None])
+    with jax.numpy_dtype_promotion("standard"):  # JAX's function promotes bfloat16 scores by itself
+        return jax.nn.dot_product_attention(q, k, v, mask=(mask[None] & same)[:, None])
 
 
 def attention(q_BSHd: jax.Array, k_BSKd: jax.Array, v_BSKd: jax.Array, segments_BS: jax.Array, window: int | None) -> jax.Array:
@@ -35,7 +37,11 @@ def attention(q_BSHd: jax.Array, k_BSKd: jax.Array, v_BSKd: jax.Array, segments_
     Returns:
         [B, S, H, d]. Rows of padding (segment 0) see padding only and mean nothing.
     """
-    length = q_BSHd.shape[1]
+    batch, length, num_heads, width = q_BSHd.shape
+    num_kv_heads = k_BSKd.shape[2]
+    chex.assert_shape((k_BSKd, v_BSKd), (batch, length, num_kv_heads, width))
+    chex.assert_shape(segments_BS, (batch, length))
+    chex.assert_is_divisible(num_heads, num_kv_heads)
     if length <= QUERY_BLOCK:
         same = segments_BS[:, :, None] == segments_BS[:, None, :]
         return checkpoint_name(_block(q_BSHd, k_BSKd, v_BSKd, same, 0, window), "attention")

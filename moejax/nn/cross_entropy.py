@@ -6,6 +6,7 @@ are made once; they are linear in the (scalar) cotangent, which backward multipl
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -69,6 +70,9 @@ def cross_entropy(x_TD: jax.Array, head_DV: jax.Array, target_T: jax.Array, vali
         target_T: Ids of the next tokens, int32.
         valid_T: Which tokens count; the others have zero loss and zero gradient.
     """
+    tokens, width = x_TD.shape
+    chex.assert_shape(head_DV, (width, None))
+    chex.assert_shape((target_T, valid_T), (tokens,))
     x_TD = jnp.where(valid_T[:, None], x_TD, 0)  # padding may hold anything: 0 * NaN would spoil dW
     axes = varying_axes(x_TD, head_DV, target_T, valid_T)
     return _loss(*vary((x_TD, head_DV, target_T, valid_T), axes))
