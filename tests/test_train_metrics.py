@@ -65,14 +65,27 @@ Event = vars(importlib.import_module("tensorboardX.proto.event_pb2"))[
 ]  # made at run time, so no checker sees it
 
 
-def _scalars(path):
+def _events(path):
     """TFRecord: length (8 bytes), checksum (4), event, checksum (4)."""
     data = path.read_bytes()
     while data:
         length = int.from_bytes(data[:8], "little")
-        event = Event.FromString(data[12 : 12 + length])
-        yield from ((value.tag, event.step, value.simple_value) for value in event.summary.value)
+        yield Event.FromString(data[12 : 12 + length])
         data = data[16 + length :]
+
+
+def _scalars(path):
+    return [(value.tag, event.step, value.simple_value) for event in _events(path) for value in event.summary.value]
+
+
+def test_tensorboard_hides_what_a_killed_session_wrote_past_the_checkpoint(tmp_path):
+    _writer(tmp_path)[0].close()
+    writer, folder = _writer(tmp_path, 4)
+    writer.close()
+    files = sorted(folder.tensorboard.glob("events*"))
+    assert len(files) == 2
+    starts = [(event.step, event.session_log.status) for event in _events(files[1]) if event.HasField("session_log")]
+    assert starts == [(5, 1)]
 
 
 def test_tensorboard_can_be_turned_off(tmp_path):

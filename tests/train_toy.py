@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moejax.axes import AXES
 from moejax.config import Config
+from moejax.errors import UserError
 from moejax.train.optimizer import make_optimizer, opt_shardings
 from moejax.train.state import TrainState
 from moejax.train.step import update
@@ -224,6 +225,9 @@ def main():
     except (Preempted, TrainingStopped) as ending:
         print(ending, file=sys.stderr)
         return ending.exit_code
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -1,19 +1,27 @@
 """Metrics of a run: `metrics.jsonl`, TensorBoard and Weights & Biases. Process 0 writes; every process has the rows."""
 
+import contextlib
 import importlib.util
 import json
 import math
+import socket
+import time
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import jax
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import RecordWriter
 
 from moejax.config import Config
 from moejax.errors import UserError
 from moejax.train.folder import RunFolder, disk_errors, write_whole
 
 Row = dict[str, Any]
+
+_FLUSH_SECONDS = 10.0
+"""How long curves may wait for the disk; rows of metrics.jsonl do not wait."""
 
 
 class _Sink(Protocol):
@@ -56,9 +64,10 @@ class MetricWriter:
 
     def close(self) -> None:
         """Flush and close every file."""
-        for sink in self._sinks:
-            sink.close()
-        self._sinks = []
+        with contextlib.ExitStack() as stack:  # closes every one, whatever the others raise
+            for sink in self._sinks:
+                stack.callback(sink.close)
+            self._sinks = []
 
 
 def _number(value: Any) -> Any:
@@ -100,20 +109,35 @@ class _JsonLines:
 
 
 class _TensorBoard:
+    """An event file. Written here and now: SummaryWriter's queue and threads gain nothing at a row per logged step."""
+
     def __init__(self, path: Path, step: int) -> None:
         self._path = path
         with disk_errors(path):
-            self._writer = SummaryWriter(str(path), purge_step=step + 1 if step else None)
+            path.mkdir(exist_ok=True)
+            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{step}"
+            self._file = RecordWriter(str(path / name))
+        self._flushed = time.monotonic()
+        self._add(file_version="brain.Event:2")
+        if step:  # hides what an earlier session wrote past the checkpoint
+            self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, **fields: Any) -> None:
+        with disk_errors(self._path):
+            self._file.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def write(self, row: Row) -> None:
-        with disk_errors(self._path):
-            for key, value in row.items():
-                if key != "step" and value is not None and not isinstance(value, list):
-                    self._writer.add_scalar(key, value, row["step"])
+        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        self._add(step=row["step"], summary=Summary(value=values))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            with disk_errors(self._path):
+                self._file.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
         with disk_errors(self._path):
-            self._writer.close()
+            self._file.close()
 
 
 class _Wandb:
