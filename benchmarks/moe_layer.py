@@ -49,7 +49,7 @@ def cut_layer(phase: str, config: Config):
         total += sum(jnp.sum(a).astype(jnp.float32) for a in jax.tree.leaves(plan))
         if phase == "plan":
             return total
-        rows, weight = exchange.dispatch(x_TD, jnp.where(plan.kept_TK, chosen.weight_TK, 0.0), plan)
+        rows, weight, plan = exchange.dispatch(x_TD, jnp.where(plan.kept_TK, chosen.weight_TK, 0.0), plan)
         if phase == "dispatch":
             return total + jnp.sum(jnp.square(rows)) + jnp.sum(jnp.square(weight))
         out = experts(rows, weight, plan.sizes_e, weights, m.activation, False)
@@ -159,7 +159,8 @@ def main() -> None:
     reference = best["dense", "all"]
     print(
         f"jax {jax.__version__}, {args.ranks} devices on {os.cpu_count()} cores, {tokens} tokens, N {args.experts}, "
-        f"K {args.top_k}, D {args.width}, F {args.hidden}, {dtype.name}, capacity {args.capacity or 'none'}, random router"
+        f"K {args.top_k}, D {args.width}, F {args.hidden}, {dtype.name}, "
+        f"capacity {args.capacity or 'none'}, random router"
     )
     print(f"dense FFN of active width {active}: {1e3 * reference:.0f} ms")
     for name in args.exchange.split(","):

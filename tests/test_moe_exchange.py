@@ -103,10 +103,11 @@ def oracle(config: Config, a: dict, expert, kept):
 
         def run(p, valid, kept, expert, cotangent):
             flat = p["x"].reshape(-1, D)
-            loss = lambda p: (
-                dense_layer(p["x"].reshape(-1, D), valid.reshape(-1), kept, expert, p, config)
-                * cotangent.reshape(-1, D)
-            ).sum()  # noqa: E731
+
+            def loss(p):
+                y = dense_layer(p["x"].reshape(-1, D), valid.reshape(-1), kept, expert, p, config)
+                return (y * cotangent.reshape(-1, D)).sum()
+
             return dense_layer(flat, valid.reshape(-1), kept, expert, p, config), jax.grad(loss)(p)
 
         ORACLES[key] = jax.jit(run)
