@@ -38,7 +38,7 @@ def moe_layer(
         plan = exchange.plan(chosen.expert_TK, chosen.weight_TK)
         weight_TK = _kept_weights(chosen.weight_TK, plan.kept_TK, config.moe.renormalize_dropped)
     with named_scope("dispatch"):
-        rows_RD, weight_R = exchange.dispatch(inner_BSD.reshape(-1, inner_BSD.shape[-1]), weight_TK, plan)
+        rows_RD, weight_R, plan = exchange.dispatch(inner_BSD.reshape(-1, inner_BSD.shape[-1]), weight_TK, plan)
     with named_scope("experts"):
         out_RD = experts(rows_RD, weight_R, plan.sizes_e, weights, model.activation, model.weight_on == "input")
     with named_scope("combine"):

@@ -51,11 +51,12 @@ class Gather:
     def _gather(self, rows_TX: jax.Array) -> jax.Array:
         return checkpoint_name(lax.all_gather(rows_TX, self.axis, axis=0, tiled=True), "exchange")
 
-    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array, Plan]:
         """Gather all tokens, take those of the local experts."""
         row_AK, route_R = plan.maps["row_AK"], plan.maps["route_R"]
         rows_RD = take_rows(self._gather(x_TD), _token(route_R, row_AK), row_AK)
-        return rows_RD, take_rows(self._gather(weight_TK).reshape(-1), route_R, row_AK.reshape(-1, 1))
+        weight_R = take_rows(self._gather(weight_TK).reshape(-1), route_R, row_AK.reshape(-1, 1))
+        return rows_RD, weight_R, plan
 
     def combine(self, rows_RD: jax.Array, plan: Plan) -> jax.Array:
         """Add up each token's results here, then over ranks."""

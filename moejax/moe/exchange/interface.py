@@ -38,8 +38,11 @@ class Exchange(Protocol):
         """Place every route; those of `num_experts` (padding) go nowhere. Weights only order admission."""
         ...
 
-    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
-        """Rows [R, D] of the local experts, expert after expert, and their weights [R]; the tail holds anything."""
+    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array, Plan]:
+        """Rows [R, D] of the local experts, expert after expert, and their weights [R]; the tail holds anything.
+
+        The plan comes back with what was learnt on arrival.
+        """
         ...
 
     def combine(self, rows_RD: jax.Array, plan: Plan) -> jax.Array:

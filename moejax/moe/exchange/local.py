@@ -32,11 +32,11 @@ class Local:
         maps = {"row_TK": places.row_TK, "route_R": inverse(places.row_TK, rows)}
         return Plan(places.kept_TK, kept_SE[0], jnp.int32(0), jnp.int32(0), maps)
 
-    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array, Plan]:
         """Gather token rows in order of their experts."""
         row_TK, route_R = plan.maps["row_TK"], plan.maps["route_R"]
         rows_RD = take_rows(x_TD, _token(route_R, row_TK), row_TK)
-        return rows_RD, take_rows(weight_TK.reshape(-1), route_R, row_TK.reshape(-1, 1))
+        return rows_RD, take_rows(weight_TK.reshape(-1), route_R, row_TK.reshape(-1, 1)), plan
 
     def combine(self, rows_RD: jax.Array, plan: Plan) -> jax.Array:
         """Add up each token's results."""

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.moe.admission import Capacity, admit, sort_routes
 from moejax.moe.exchange.interface import Plan, place
 from moejax.moe.exchange.parcels import make_parcels, make_shared_parcels, pack
+from moejax.moe.exchange.transport import swap
 from moejax.moe.rows import inverse, sum_rows, take_rows
 
 
@@ -36,11 +37,16 @@ class Padded:
     capacity: Capacity
     deduplicate: bool
 
+    def _budget(self, tokens: int, top_k: int) -> int:
+        """Routes from one source to one destination."""
+        local = self.num_experts // self.ranks
+        return self.capacity.rows(-(-tokens * top_k // self.ranks), tokens * min(top_k, local), local)
+
     def plan(self, expert_TK: jax.Array, weight_TK: jax.Array) -> Plan:
         """Slots at the source, and rows at the receiver."""
         tokens, top_k = expert_TK.shape
         local = self.num_experts // self.ranks
-        budget = self.capacity.rows(-(-tokens * top_k // self.ranks), tokens * min(top_k, local), local)
+        budget = self._budget(tokens, top_k)
         by_expert = sort_routes(expert_TK, weight_TK, self.num_experts, self.capacity.by_weight)
         kept_E = admit(by_expert.counts_E[None], by_expert.weight_N[None], self.ranks, budget, self.capacity)[0]
         kept_SE, me = lax.all_gather(kept_E, self.axis), lax.axis_index(self.axis)
@@ -50,36 +56,31 @@ class Padded:
         else:
             slots, lanes, parcels = budget, 1, make_parcels(places, expert_TK, by_expert, kept_E, self.ranks)
         packing = pack(places, parcels, jnp.arange(self.ranks) * slots, self.ranks * slots, lanes)
-        row_VJ = self._swap(packing.row_WJ)
-        maps = packing._asdict() | {"row_VJ": row_VJ, "lane_R": inverse(row_VJ, self.ranks * budget)}
-        maps = {name: checkpoint_name(value, "plan") for name, value in maps.items()}
+        maps = {name: checkpoint_name(value, "plan") for name, value in packing._asdict().items()}
         sizes_e = jnp.sum(kept_SE.reshape(-1, self.ranks, local)[:, me], axis=0)
         away = jnp.arange(self.ranks) != me
         saved = jnp.sum(jnp.where(away, jnp.sum(kept_E.reshape(self.ranks, local), axis=1) - parcels.count_P, 0))
         return Plan(places.kept_TK, sizes_e, jnp.int32((self.ranks - 1) * slots), saved, maps)
 
-    def _swap(self, rows_WX: jax.Array) -> jax.Array:
-        rows = rows_WX.reshape(self.ranks, -1, *rows_WX.shape[1:])
-        return lax.all_to_all(rows, self.axis, 0, 0).reshape(rows_WX.shape)
-
-    def _send(self, rows_WX: jax.Array) -> jax.Array:
-        return checkpoint_name(self._swap(rows_WX), "exchange")
-
-    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array, Plan]:
         """Pack, exchange, put in order of the local experts."""
         maps = plan.maps
-        lanes = maps["row_VJ"].shape[1]
-        received_VD = self._send(take_rows(x_TD, maps["token_W"], maps["slots_TK"]))
+        slots, lanes = maps["row_WJ"].shape
+        rows_WD = take_rows(x_TD, maps["token_W"], maps["slots_TK"])
         weight_WJ = take_rows(weight_TK.reshape(-1), maps["route_WJ"].reshape(-1), maps["lane_TK1"])
-        weight_VJ = self._send(weight_WJ.reshape(-1, lanes))
-        rows_RD = take_rows(received_VD, _slot(maps["lane_R"], lanes), maps["row_VJ"])
-        return rows_RD, take_rows(weight_VJ.reshape(-1), maps["lane_R"], maps["row_VJ"].reshape(-1, 1))
+        sent = (rows_WD, weight_WJ.reshape(slots, lanes), maps["row_WJ"])
+        received_VD, weight_VJ, row_VJ = (checkpoint_name(a, "exchange") for a in swap(sent, self.axis, self.ranks))
+        lane_R = inverse(row_VJ, self.ranks * self._budget(*weight_TK.shape))
+        rows_RD = take_rows(received_VD, _slot(lane_R, lanes), row_VJ)
+        weight_R = take_rows(weight_VJ.reshape(-1), lane_R, row_VJ.reshape(-1, 1))
+        return rows_RD, weight_R, plan._replace(maps=maps | {"row_VJ": row_VJ, "lane_R": lane_R})
 
     def combine(self, rows_RD: jax.Array, plan: Plan) -> jax.Array:
         """The way of `dispatch` backwards."""
         maps = plan.maps
         sums_VD = sum_rows(rows_RD, maps["row_VJ"], _slot(maps["lane_R"], maps["row_VJ"].shape[1]))
-        return sum_rows(self._send(sums_VD), maps["slots_TK"], maps["token_W"])
+        (back_WD,) = swap((sums_VD,), self.axis, self.ranks)
+        return sum_rows(checkpoint_name(back_WD, "exchange"), maps["slots_TK"], maps["token_W"])
 
 
 def _slot(lane_R: jax.Array, lanes: int) -> jax.Array:

@@ -48,7 +48,7 @@ class Ragged:
 
     def plan(self, expert_TK: jax.Array, weight_TK: jax.Array) -> Plan:
         """Slots at the source, and rows at the receiver."""
-        budget, arriving, slots, lanes = self._sizes(*expert_TK.shape)
+        budget, _, slots, lanes = self._sizes(*expert_TK.shape)
         local = self.num_experts // self.ranks
         by_expert = sort_routes(expert_TK, weight_TK, self.num_experts, self.capacity.by_weight)
         kept_SE = admit_all(by_expert, self.axis, self.ranks, budget, self.capacity)
@@ -63,9 +63,6 @@ class Ragged:
         packing = pack(places, parcels, starts(parcels.count_P), slots, lanes)
         updates = Updates.make(sizes_SPg, me)
         maps = packing._asdict() | updates._asdict()
-        if self.deduplicate:
-            maps["row_VJ"] = send(packing.row_WJ, arriving, updates, self.axis, -1)
-            maps["lane_R"] = inverse(maps["row_VJ"], budget)
         maps = {name: checkpoint_name(value, "plan") for name, value in maps.items()}
         kept_P = jnp.sum(kept_SE[me].reshape(self.ranks, local), axis=1)
         away = jnp.arange(self.ranks) != me
@@ -74,27 +71,31 @@ class Ragged:
         sizes_e = jnp.sum(kept_SE.reshape(-1, self.ranks, local)[:, me], axis=0)
         return Plan(places.kept_TK, sizes_e, sent, saved, maps)
 
-    def _send(self, rows_WX: jax.Array, size: int, updates: Updates) -> jax.Array:
-        return checkpoint_name(send(rows_WX, size, updates, self.axis, rows_module.UNWRITTEN), "exchange")
+    def _send(self, arrays: tuple[jax.Array, ...], size: int, updates: Updates) -> tuple[jax.Array, ...]:
+        fills = tuple(rows_module.UNWRITTEN if jnp.issubdtype(a.dtype, jnp.floating) else -1 for a in arrays)
+        return tuple(checkpoint_name(a, "exchange") for a in send(arrays, size, updates, self.axis, fills))
 
-    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array, Plan]:
         """Pack, exchange; with de-duplication copy to the local experts."""
         maps, updates = plan.maps, _updates(plan)
-        _, arriving, _, lanes = self._sizes(*weight_TK.shape)
+        budget, arriving, _, lanes = self._sizes(*weight_TK.shape)
         weight_WJ = take_rows(weight_TK.reshape(-1), maps["route_WJ"].reshape(-1), maps["lane_TK1"])
-        weight_VJ = self._send(weight_WJ.reshape(-1, lanes), arriving, updates)
-        received_VD = self._send(take_rows(x_TD, maps["token_W"], maps["slots_TK"]), arriving, updates)
+        sent = (take_rows(x_TD, maps["token_W"], maps["slots_TK"]), weight_WJ.reshape(-1, lanes))
         if not self.deduplicate:
-            return received_VD, weight_VJ[:, 0]
-        rows_RD = take_rows(received_VD, _slot(maps["lane_R"], lanes), maps["row_VJ"])
-        return rows_RD, take_rows(weight_VJ.reshape(-1), maps["lane_R"], maps["row_VJ"].reshape(-1, 1))
+            rows_RD, weight_R1 = self._send(sent, arriving, updates)
+            return rows_RD, weight_R1[:, 0], plan
+        received_VD, weight_VJ, row_VJ = self._send((*sent, maps["row_WJ"]), arriving, updates)
+        lane_R = inverse(row_VJ, budget)
+        rows_RD = take_rows(received_VD, _slot(lane_R, lanes), row_VJ)
+        weight_R = take_rows(weight_VJ.reshape(-1), lane_R, row_VJ.reshape(-1, 1))
+        return rows_RD, weight_R, plan._replace(maps=maps | {"row_VJ": row_VJ, "lane_R": lane_R})
 
     def combine(self, rows_RD: jax.Array, plan: Plan) -> jax.Array:
         """The way of `dispatch` backwards."""
         maps, updates = plan.maps, _updates(plan)
         if self.deduplicate:
             rows_RD = sum_rows(rows_RD, maps["row_VJ"], _slot(maps["lane_R"], maps["row_VJ"].shape[1]))
-        back_WD = self._send(rows_RD, maps["token_W"].size, updates.reverse())
+        (back_WD,) = self._send((rows_RD,), maps["token_W"].size, updates.reverse())
         return sum_rows(back_WD, maps["slots_TK"], maps["token_W"])
 
 

@@ -1,7 +1,7 @@
-"""`ragged_all_to_all` with its adjoint; on CPU, which has no such collective, the same by an all_gather."""
+"""all_to_all and `ragged_all_to_all` with their adjoints; on CPU, which has no ragged one, the same by an all_gather."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax import lax
 
 from moejax.kernels.table import chips
 from moejax.moe.admission import starts
+from moejax.moe.exchange.payload import carry, carry_gradients, join
 from moejax.varying import vary, varying_axes
 
 
@@ -47,33 +48,67 @@ class Updates(NamedTuple):
         return Updates(self.land, self.receive, self.home, self.send, self.output, self.input)
 
 
-def send(rows_WX: jax.Array, size: int, updates: Updates, axis: str, fill: float) -> jax.Array:
-    """Send rows along `updates` into a buffer of `size` rows that holds `fill` where nothing arrives.
+def swap(arrays: tuple[jax.Array, ...], axis: str, ranks: int) -> tuple[jax.Array, ...]:
+    """Static all_to_all of [ranks * slots, ...] arrays, which cross together. It is its own transpose."""
+    return _swap(vary(arrays, varying_axes(arrays) | {axis}), axis, ranks)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _swap(arrays: tuple[jax.Array, ...], axis: str, ranks: int) -> tuple[jax.Array, ...]:
+    return carry(arrays, partial(_all_to_all, axis=axis, ranks=ranks))
+
+
+def _all_to_all(payload: jax.Array, axis: str, ranks: int) -> jax.Array:
+    rows = payload.reshape(ranks, -1, *payload.shape[1:])
+    return lax.all_to_all(rows, axis, 0, 0).reshape(payload.shape)
+
+
+def _swap_backward(axis: str, ranks: int, _: None, grads: tuple[jax.Array, ...]) -> tuple[Any]:
+    return (carry_gradients(grads, partial(_all_to_all, axis=axis, ranks=ranks)),)
+
+
+_swap.defvjp(lambda arrays, axis, ranks: (_swap(arrays, axis, ranks), None), _swap_backward)
+
+
+def send(
+    arrays: tuple[jax.Array, ...], size: int, updates: Updates, axis: str, fills: tuple[float, ...]
+) -> tuple[jax.Array, ...]:
+    """Send rows of [W, ...] arrays, together, along `updates` into `size` rows that hold `fills` where nothing arrives.
 
     The gradient is the way back; rows that nobody sent get exactly zero.
     """
-    axes = varying_axes(rows_WX, *updates) | {axis}
-    rows_WX, updates = vary(rows_WX, axes), Updates(*vary(tuple(updates), axes))
-    return _send(rows_WX, updates, rows_WX.shape[0], size, axis, fill)
+    axes = varying_axes(arrays, updates) | {axis}
+    arrays, updates = vary(arrays, axes), Updates(*vary(tuple(updates), axes))
+    return _send(arrays, updates, arrays[0].shape[0], size, axis, fills)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _send(rows_WX: jax.Array, updates: Updates, slots: int, size: int, axis: str, fill: float) -> jax.Array:
-    buffer = jnp.full((size, *rows_WX.shape[1:]), fill, rows_WX.dtype)
-    buffer = vary(buffer, varying_axes(rows_WX))
+def _send(
+    arrays: tuple[jax.Array, ...], updates: Updates, slots: int, size: int, axis: str, fills: tuple[float, ...]
+) -> tuple[jax.Array, ...]:
+    empty = [jnp.full((size, *a.shape[1:]), fill, a.dtype) for a, fill in zip(arrays, fills, strict=True)]
+    buffer = vary(join(empty) if len(empty) > 1 else empty[0], varying_axes(arrays))
+    return carry(arrays, partial(_ragged, buffer_VX=buffer, updates=updates, axis=axis))
+
+
+def _ragged(rows_WX: jax.Array, buffer_VX: jax.Array, updates: Updates, axis: str) -> jax.Array:
     if chips()[1] == "cpu":
-        return _emulate(rows_WX, buffer, updates, axis)
+        return _emulate(rows_WX, buffer_VX, updates, axis)
     return lax.ragged_all_to_all(
-        rows_WX, buffer, updates.input, updates.send, updates.output, updates.receive, axis_name=axis
+        rows_WX, buffer_VX, updates.input, updates.send, updates.output, updates.receive, axis_name=axis
     )
 
 
-def _forward(rows_WX, updates, slots, size, axis, fill):
-    return _send(rows_WX, updates, slots, size, axis, fill), updates
+def _forward(arrays, updates, slots, size, axis, fills):
+    return _send(arrays, updates, slots, size, axis, fills), updates
 
 
-def _backward(slots, size, axis, fill, updates, grad):
-    return _send(grad, updates.reverse(), size, slots, axis, 0.0), None
+def _backward(slots, size, axis, fills, updates, grads):
+    def back(payload: jax.Array) -> jax.Array:
+        buffer = vary(jnp.zeros((slots, *payload.shape[1:]), payload.dtype), varying_axes(payload))
+        return _ragged(payload, buffer, updates.reverse(), axis)
+
+    return carry_gradients(grads, back), None
 
 
 _send.defvjp(_forward, _backward)
