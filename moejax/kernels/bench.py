@@ -1,0 +1,224 @@
+"""Times grouped matmuls against a dense matmul of equal FLOPs, side by side in one process on the same values.
+
+Per expert and load: the three directions, and a whole expert FFN forward and backward. Candidates take turns;
+a time is the median over rounds of batches of calls. Work is counted on the rows in use.
+"""
+
+import functools
+import importlib.util
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.kernels import dispatch
+from moejax.kernels.grouped import grouped_matmul
+from moejax.kernels.kernel import Backends, Kernel
+from moejax.kernels.table import choose_all
+
+DIRECTIONS = ("forward", "dgrad", "wgrad", "ffn")
+
+PEAK_TFLOPS = {  # dense bfloat16, by device kind, from the vendors' data sheets
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA H100 80GB HBM3": 989.5,
+    "NVIDIA H200": 989.5,
+    "NVIDIA B200": 2250.0,
+    "TPU v4": 275.0,
+    "TPU v5": 459.0,
+    "TPU v5 lite": 197.0,
+    "TPU v6 lite": 918.0,
+}
+
+_RAGGED_LIMIT = 2e9  # FLOPs of a dense expansion beyond which `xla` is left out on CPU
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured situation.
+
+    Args:
+        rows: Rows per expert, mean over experts.
+        groups: Experts G.
+        width: Model width D.
+        hidden: Expert width F; gate and up are one matmul of width 2 F.
+        dtype: Type of all operands.
+        load: `uniform`, or `skewed` (Dirichlet with concentration 0.5).
+    """
+
+    rows: int
+    groups: int
+    width: int
+    hidden: int
+    dtype: str
+    load: str
+
+    def sizes(self) -> np.ndarray:
+        """Rows of each expert, int32 [G]."""
+        total = self.rows * self.groups
+        if self.load == "uniform":
+            return np.full(self.groups, self.rows, np.int32)
+        rng = np.random.default_rng(0)
+        return rng.multinomial(total, rng.dirichlet(np.full(self.groups, 0.5))).astype(np.int32)
+
+    def flops(self, direction: str) -> int:
+        """FLOPs of one call on the rows in use."""
+        return (18 if direction == "ffn" else 4) * self.rows * self.groups * self.width * self.hidden
+
+
+def imbalance(sizes: np.ndarray) -> float:
+    """I_H = 1 - H / log n of the load: 0 when balanced, 1 when one expert has everything."""
+    share = sizes[sizes > 0] / sizes.sum()
+    return float(1 + (share * np.log(share)).sum() / np.log(len(sizes))) if len(sizes) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One line of the result; seconds are the median of a call."""
+
+    device: str
+    case: Case
+    imbalance: float
+    direction: str
+    candidate: str
+    seconds: float
+    tflops: float
+    ratio_to_dense: float
+    percent_of_peak: float | None
+
+
+def operands(case: Case) -> dict[str, jax.Array]:
+    """Random operands of every candidate: x [M, D], h and its like [M, 2F], weights, sizes."""
+    rng = np.random.default_rng(1)
+    m, g, d, f = case.rows * case.groups, case.groups, case.width, case.hidden
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / np.sqrt(shape[-2]), case.dtype)
+
+    return {
+        "x": normal(m, d),
+        "grad": normal(m, 2 * f),
+        "grad_out": normal(m, d),
+        "gate_up": normal(g, d, 2 * f),
+        "down": normal(g, f, d),
+        "sizes": jnp.asarray(case.sizes()),
+    }
+
+
+def _ffn(matmul: Callable, x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    gate, up = jnp.split(matmul(x, gate_up), 2, axis=-1)
+    return matmul(jax.nn.silu(gate) * up, down)
+
+
+def _ffn_step(matmul: Callable, data: dict[str, jax.Array], dense: bool) -> tuple[jax.Array, ...]:
+    weights = (data["gate_up"][0], data["down"][0]) if dense else (data["gate_up"], data["down"])
+    out, pullback = jax.vjp(functools.partial(_ffn, matmul), data["x"], *weights)
+    return out, *pullback(data["grad_out"])
+
+
+def dense(direction: str) -> Callable[[dict[str, jax.Array]], object]:
+    """All rows through the first expert."""
+    if direction == "forward":
+        return lambda data: data["x"] @ data["gate_up"][0]
+    if direction == "dgrad":
+        return lambda data: data["grad"] @ data["gate_up"][0].T
+    if direction == "wgrad":
+        return lambda data: data["x"].T @ data["grad"]
+    return lambda data: _ffn_step(jnp.matmul, data, dense=True)
+
+
+def grouped(direction: str, backends: Backends) -> Callable[[dict[str, jax.Array]], object]:
+    """The kernels of this package."""
+    if direction == "forward":
+        return lambda data: dispatch.gmm(data["x"], data["gate_up"], data["sizes"], kernel=backends.forward)
+    if direction == "dgrad":
+        return lambda data: dispatch.gmm(
+            data["grad"], data["gate_up"], data["sizes"], kernel=backends.dgrad, transpose_rhs=True
+        )
+    if direction == "wgrad":
+        return lambda data: dispatch.wgrad(data["x"], data["grad"], data["sizes"], kernel=backends.wgrad)
+
+    def ffn(data: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        def matmul(rows: jax.Array, weights: jax.Array) -> jax.Array:
+            return grouped_matmul(rows, weights, data["sizes"], backend=backends)
+
+        return _ffn_step(matmul, data, dense=False)
+
+    return ffn
+
+
+def tokamax(direction: str) -> Callable[[dict[str, jax.Array]], object] | None:
+    """The peer of that name, for forward and the FFN; None where it is not installed or has no such direction."""
+    if importlib.util.find_spec("tokamax") is None or direction not in ("forward", "ffn"):
+        return None
+    peer = importlib.import_module("tokamax")
+    if direction == "forward":
+        return lambda data: peer.ragged_dot(data["x"], data["gate_up"], data["sizes"])
+    return lambda data: _ffn_step(lambda rows, w: peer.ragged_dot(rows, w, data["sizes"]), data, dense=False)
+
+
+def candidates(case: Case, direction: str, names: Sequence[str]) -> dict[str, Callable]:
+    """Dense, the table's choice (`auto`), the named backends, and installed peers; jitted."""
+    m, largest = case.rows * case.groups, int(case.sizes().max())
+    found: dict[str, Callable] = {"dense": dense(direction)}
+    chosen = choose_all(case.dtype, m, case.groups, None)
+    found["auto"] = grouped(direction, chosen)
+    for name in names:
+        if Backends.all(name) == chosen:
+            continue
+        expanded = case.flops(direction) * case.groups
+        if name == "xla" and jax.default_backend() == "cpu" and expanded > _RAGGED_LIMIT:
+            continue
+        kernel = Kernel(name, max_group_size=largest if name == "padded" else None)
+        found[name] = grouped(direction, Backends.all(kernel))
+    peer = tokamax(direction)
+    if peer is not None:
+        found["tokamax"] = peer
+    return {name: jax.jit(function) for name, function in found.items()}
+
+
+def timed(functions: dict[str, Callable], data: object, rounds: int, budget_seconds: float) -> dict[str, float]:
+    """Median seconds of a call of each function, taking turns; fewer rounds than asked for once the budget is spent.
+
+    A function that fails is left out, with a warning that says why.
+    """
+    batch: dict[str, int] = {}
+    for name, function in functions.items():
+        try:
+            jax.block_until_ready(function(data))  # compile
+            start = time.perf_counter()
+            jax.block_until_ready(function(data))
+            batch[name] = max(1, min(100, round(2e-3 / (time.perf_counter() - start))))
+        except Exception as error:
+            warnings.warn(f"{name} is left out: {type(error).__name__}: {str(error)[:300]}", stacklevel=2)
+    times: dict[str, list[float]] = {name: [] for name in batch}
+    begin = time.perf_counter()
+    for done in range(rounds):
+        if done >= 3 and time.perf_counter() - begin > budget_seconds:
+            break
+        for name, calls in batch.items():
+            start = time.perf_counter()
+            results = [functions[name](data) for _ in range(calls)]
+            jax.block_until_ready(results)
+            times[name].append((time.perf_counter() - start) / calls)
+            del results
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(case: Case, names: Sequence[str], rounds: int, budget_seconds: float) -> Iterator[Measurement]:
+    """Measure all directions of one case."""
+    data, skew = operands(case), imbalance(case.sizes())
+    device = jax.devices()[0].device_kind
+    for direction in DIRECTIONS:
+        times = timed(candidates(case, direction, names), data, rounds, budget_seconds)
+        for name, seconds in times.items():
+            tflops = case.flops(direction) / seconds / 1e12
+            peak = PEAK_TFLOPS.get(device) if case.dtype == "bfloat16" else None
+            yield Measurement(
+                device, case, skew, direction, name, seconds, tflops, seconds / times["dense"],
+                100 * tflops / peak if peak else None,
+            )  # fmt: skip

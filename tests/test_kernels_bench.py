@@ -1,0 +1,90 @@
+"""The kernel benchmark and the table of kernels: files that they write, and choices that follow from them."""
+
+import csv
+import json
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.cli.main import main
+from moejax.errors import UserError
+from moejax.kernels import Kernel, Tiles, bench, target
+from moejax.kernels.table import ENVIRONMENT, Entry, choose, dump, entries, parse
+
+SMALL = ["--groups", "2", "--width", "32", "--hidden", "16", "--loads", "skewed", "--rounds", "2", "--seconds", "0.01"]
+
+
+def test_measures_and_draws(tmp_path, capsys):
+    assert main(["bench", "kernels", "--rows", "8", *SMALL, "--backends", "padded", "--out", str(tmp_path)]) == 0
+    with (tmp_path / "kernels.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert {(line["direction"], line["candidate"]) for line in lines} == {
+        (direction, name) for direction in bench.DIRECTIONS for name in ("dense", "auto", "padded")
+    }
+    for line in lines:
+        work = (18 if line["direction"] == "ffn" else 4) * 16 * 32 * 16
+        assert float(line["tflops"]) == pytest.approx(work / float(line["seconds"]) / 1e12)
+        assert float(line["ratio_to_dense"]) > 0
+    written = capsys.readouterr().out
+    assert ("kernels.png" in written) == (tmp_path / "kernels.png").exists()
+
+
+def test_tuned_table_is_used(tmp_path, monkeypatch):
+    arguments = ["bench", "kernels", "--tune", "--rows", "4", "64", *SMALL, "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    path = tmp_path / "kernel-table.json"
+    tuned = parse(path.read_text(), "tuned")
+    assert {entry.direction for entry in tuned} == {"forward", "dgrad", "wgrad"}
+    monkeypatch.setenv(ENVIRONMENT, str(path))
+    got = choose("forward", jnp.float32, 128, 2, None)
+    assert got == Kernel("cpu", next(e.tiles for e in reversed(tuned) if e.direction == "forward"))
+    assert choose("forward", jnp.bfloat16, 128, 2, None) == Kernel("cpu")  # nothing tuned: the shipped entry
+
+
+def test_imbalance_and_sizes():
+    assert bench.imbalance(np.array([5, 5, 5])) == pytest.approx(0)
+    assert bench.imbalance(np.array([9, 0, 0])) == pytest.approx(1)
+    assert bench.imbalance(np.array([1, 1, 0, 0])) == pytest.approx(0.5)
+    case = bench.Case(32, 8, 16, 16, "float32", "skewed")
+    assert case.sizes().sum() == 256
+
+
+def test_first_fitting_entry_wins(tmp_path, monkeypatch):
+    tiles = Tiles(64, 64, 64)
+    table = [
+        Entry("TPU7x", "padded", max_rows=10, bounded=True),
+        Entry("TPU7x", "tpu", "wgrad", "bfloat16", min_rows=100, tiles=tiles),
+    ]
+    path = tmp_path / "table.json"
+    path.write_text(dump(table))
+    assert parse(path.read_text(), "x") == tuple(table)
+    monkeypatch.setenv(ENVIRONMENT, str(path))
+    with target("tpu", "TPU7x"):
+        assert choose("forward", jnp.bfloat16, 80, 8, 12) == Kernel("padded", max_group_size=12)
+        assert choose("forward", jnp.bfloat16, 80, 8, None) == Kernel("tpu")  # no bound is known
+        assert choose("wgrad", jnp.bfloat16, 800, 8, 12) == Kernel("tpu", tiles)
+        assert choose("wgrad", jnp.float32, 800, 8, 12) == Kernel("tpu")
+    with target("gpu", "NVIDIA H200"):
+        assert choose("dgrad", jnp.bfloat16, 64 * 8, 8, None).tiles == Tiles(64, 128, 64, 4, 3)
+    with target("cpu", "cpu"):
+        assert choose("dgrad", jnp.bfloat16, 64 * 8, 8, None) == Kernel("cpu")
+
+
+def test_bad_tables_and_kernels_say_so(tmp_path):
+    with pytest.raises(UserError, match=r"no-such.json.*unset"):
+        entries(os.fspath(tmp_path / "no-such.json"))
+    for text in ("[]", "{}", json.dumps({"entries": [{"chip": "cpu"}]}), json.dumps({"entries": [{"tiles": 3}]})):
+        with pytest.raises(UserError, match=r"kernel table here.*bench kernels --tune"):
+            parse(text, "here")
+    with pytest.raises(UserError, match="did you mean 'padded'"):
+        Kernel("paded")
+    with pytest.raises(UserError, match="leave them out"):
+        Kernel("xla", tiles=Tiles())
+    with pytest.raises(UserError, match="leave it out"):
+        Kernel("cpu", max_group_size=3)
+    with pytest.raises(UserError, match="not Pallas"):
+        Kernel("cpu", reverse=True)
+    with pytest.raises(UserError, match="greater than zero"):
+        Tiles(rows=0)
