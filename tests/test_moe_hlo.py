@@ -1,0 +1,137 @@
+"""The compiled collectives of a layer are the designed ones: on CPU, and for chips that are not there."""
+
+import collections
+import functools
+import importlib.util
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from test_moe_exchange import run_config
+
+from moejax.axes import EXPERT
+from moejax.kernels import target
+from moejax.moe.exchange import make_exchange
+from moejax.moe.experts import ExpertWeights
+from moejax.moe.layer import moe_layer
+from moejax.moe.router import RouterWeights
+from moejax.moe.statistics import pair_matrix
+
+E, D, F, T, RANKS = 16, 128, 128, 64, 8
+COLLECTIVES = ("all-to-all", "ragged-all-to-all", "all-gather", "reduce-scatter", "all-reduce", "sort")
+
+
+def compiled_text(mesh: Mesh, exchange: str, top_k: int, backward: bool, **moe) -> str:
+    """HLO of one layer on T tokens a device."""
+    config = run_config(exchange, RANKS, top_k, **moe)
+    split, one = PartitionSpec(EXPERT), PartitionSpec()
+
+    def forward(x, router, gate_up, down):
+        valid = jnp.ones(x.shape[:2], bool)
+        weights = RouterWeights(router), ExpertWeights(gate_up, down)
+        return moe_layer(x, x, valid, *weights, config, make_exchange(config))[0]
+
+    def both(*args):
+        y, pullback = jax.vjp(forward, *args)
+        return pullback(jnp.sin(y))
+
+    specs = (split, one, split, split)
+    out = specs if backward else split
+    f = jax.shard_map(both if backward else forward, mesh=mesh, in_specs=specs, out_specs=out, check_vma=True)
+    shapes = [(RANKS, T, D), (D, E), (E, D, 2, F), (E, F, D)]
+    args = [
+        jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, p))
+        for s, p in zip(shapes, specs, strict=True)
+    ]
+    return jax.jit(f).lower(*args).compile().as_text()
+
+
+def counts(text: str) -> collections.Counter:
+    """Collectives and sorts in HLO text, by name and whether they move rows of width D (or a little more: XLA may
+    merge the weights and row numbers of a slot into its row)."""
+    found = collections.Counter()
+    for line in text.splitlines():
+        match = re.search(rf" ({'|'.join(COLLECTIVES)})(-start)?\(", line)
+        if match:
+            last_dims = [int(n) for n in re.findall(r"(?:f32|u32)\[(?:\d+,)*(\d+)\]", line[: match.start()])]
+            found[match[1], "rows" if max(last_dims, default=0) >= D else "small"] += 1
+    return found
+
+
+@functools.cache
+def _cpu() -> Mesh:
+    return Mesh(np.asarray(jax.devices()[:RANKS]), (EXPERT,))
+
+
+def rows_moved(found: collections.Counter) -> dict[str, int]:
+    return {name: n for (name, what), n in found.items() if what == "rows"}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "rows"), [("padded", {"all-to-all": 4}), ("gather", {"all-gather": 2, "reduce-scatter": 2})]
+)
+def test_rows_cross_twice_forward_and_twice_backward(exchange, rows):
+    found = counts(compiled_text(_cpu(), exchange, 2, True, capacity=1.0))
+    assert rows_moved(found) == rows, found
+    assert found["sort", "small"] <= 2, found  # routes by expert at the source; the choice of experts
+
+
+def test_padded_slots_and_deduplicated_slots():
+    """The static buffers are the formula: ranks x budget, and ranks x tokens where a token crosses once."""
+    for deduplicate, slots in ((False, T * 2), (True, T)):  # K = 2 of 2 local experts may all go to one rank
+        text = compiled_text(_cpu(), "padded", 2, False, deduplicate=deduplicate)
+        shapes = re.findall(rf"f32\[1,(\d+),{D}\]", "\n".join(li for li in text.splitlines() if " all-to-all(" in li))
+        assert set(map(int, shapes)) == {slots}
+
+
+@functools.cache
+def _tpu() -> Mesh:
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed: pip install libtpu (137 MB)")
+    topology = topologies.get_topology_desc("v5p:2x2x2", platform="tpu")
+    return topologies.make_mesh(topology, (RANKS,), (EXPERT,))
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_ragged_for_a_tpu_is_native_and_sorts_at_the_source_alone(deduplicate):
+    mesh = _tpu()
+    with target("tpu", "TPU v5"):
+        text = compiled_text(mesh, "ragged", 2, True, capacity=1.0, deduplicate=deduplicate)
+    found = counts(text)
+    assert rows_moved(found) == {"ragged-all-to-all": 4}, found
+    assert found["sort", "small"] == 2, found  # routes by expert at the source; the choice of experts
+    updates = E if not deduplicate else RANKS  # one a destination and local expert, or one a destination
+    assert re.search(rf"ragged-all-to-all.*s32\[{updates}\]", text) or f"s32[{updates}]" in text
+
+
+def test_deduplication_saves_what_uniform_routing_predicts():
+    """8 of 256 experts over 8 ranks: a token's routes reach 5.3 ranks on average, so 34% of the rows stay at home."""
+    from moejax.moe.admission import sort_routes
+    from moejax.moe.exchange.interface import place
+    from moejax.moe.exchange.parcels import make_shared_parcels
+
+    rng = np.random.default_rng(0)
+    expert = jnp.asarray(np.argsort(rng.random((4096, 256)), axis=1)[:, :8], jnp.int32)
+    by_expert = sort_routes(expert, jnp.zeros(expert.shape), 256, by_weight=False)
+    places = place(expert, by_expert, by_expert.counts_E[None], 0, 8)
+    parcels = make_shared_parcels(places, 8)
+    ranks_reached = 8 * (1 - math.comb(224, 8) / math.comb(256, 8))
+    want = 1 - ranks_reached / 8
+    assert want == pytest.approx(0.34, abs=0.01)
+    assert 1 - int(parcels.count_P.sum()) / expert.size == pytest.approx(want, abs=0.005)
+
+
+def test_pair_matrix():
+    rng = np.random.default_rng(0)
+    expert = rng.integers(0, E + 1, (RANKS, 20, 3)).astype(np.int32)
+    f = lambda e: pair_matrix(e[0], E, RANKS, EXPERT)[None]  # noqa: E731
+    got = jax.jit(jax.shard_map(f, mesh=_cpu(), in_specs=PartitionSpec(EXPERT), out_specs=PartitionSpec(EXPERT)))(
+        expert
+    )
+    want = [[np.sum(expert[s] // (E // RANKS) == p) for p in range(RANKS)] for s in range(RANKS)]
+    np.testing.assert_array_equal(got[3], want)
