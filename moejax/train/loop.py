@@ -10,6 +10,7 @@ import jax
 
 from moejax.config import Config
 from moejax.errors import UserError
+from moejax.moe.alarm import COUNT, GerrymanderingAlarm
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.evaluate import HeldOut
 from moejax.train.folder import RunFolder
@@ -62,6 +63,9 @@ class Session:
         self.watchdog = Watchdog()
         self.guard = StepGuard(self.first, meta.get("tokens", 0), self.watchdog)
         self.writer = MetricWriter(config, folder, self.first)
+        self.alarm = GerrymanderingAlarm()
+        for row in self.writer.history:
+            self.alarm.update(row)
         self.saved = step
         self._pending: tuple[int, dict[str, Any]] | None = None
         self._base = self.guard.mark()
@@ -123,6 +127,9 @@ class Session:
         row["step_seconds"] = seconds / (step - self._base.step)
         del row["bad_streak"]
         self._base = mark
+        if warning := self.alarm.update(row):
+            self.report.say(f"step {step}: {warning}")
+        row[COUNT] = self.alarm.count
         self.writer.write(row)
         self.report.row(row)
         self.checkpoints.check()

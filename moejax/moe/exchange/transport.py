@@ -1,4 +1,4 @@
-"""all_to_all and `ragged_all_to_all` with their adjoints; on CPU, which has no ragged one, the same by an all_gather."""
+"""all_to_all and ragged_all_to_all with their adjoints; on CPU, which has no ragged one, the same by an all_gather."""
 
 from functools import partial
 from typing import Any, NamedTuple

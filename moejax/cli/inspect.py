@@ -1,0 +1,109 @@
+"""`moejax inspect routing`: how a run's tokens spread over experts, as pictures over layers and steps."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moejax.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SHADES = " .:-=+*#%@"
+"""Characters of a heat map, least first."""
+
+COLUMNS = 64
+"""Most steps side by side in a heat map of characters."""
+
+
+def register(subparsers: Any) -> None:
+    """Add `inspect`."""
+    parser = subparsers.add_parser(
+        "inspect", help="look into a run", description="Look into a run.", epilog="example: moejax inspect routing RUN"
+    )
+    topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True)
+    routing = topics.add_parser(
+        "routing",
+        help="load of experts over layers and steps",
+        description="Draw the load of experts, as requested by the router, over layers and logged steps.",
+        epilog="example: moejax inspect routing runs/quickstart --png routing.png",
+    )
+    routing.add_argument("folder", metavar="RUN", help="folder of a run")
+    routing.add_argument("--png", metavar="FILE", help="also write pictures, with the load of every expert")
+    routing.set_defaults(run=run_routing)
+
+
+def run_routing(args: argparse.Namespace) -> int:
+    """Print a heat map of characters, and write a picture if asked; return the exit code."""
+    import numpy as np
+
+    steps, requested_SLE = read_requested(Path(args.folder))
+    mean = np.maximum(requested_SLE.mean(axis=2), 1e-9)
+    load_LS = (requested_SLE.max(axis=2) / mean).T
+    dead_LS = (requested_SLE == 0).sum(axis=2).T
+    print(f"requested load of {args.folder}: {len(load_LS)} MoE layers, {requested_SLE.shape[2]} experts")
+    print("most loaded expert over the mean (1 is balanced)")
+    print(heat_map(load_LS, steps))
+    print(f"last step: {', '.join(f'layer {i}: {row[-1]:.2f}' for i, row in enumerate(load_LS))}")
+    print(f"experts without a token in the last step: {', '.join(str(row[-1]) for row in dead_LS)}")
+    if args.png:
+        draw(steps, requested_SLE, load_LS, Path(args.png))
+        print(f"pictures in {args.png}")
+    return 0
+
+
+def read_requested(folder: Path) -> "tuple[list[int], np.ndarray]":
+    """Logged steps, and requested routes [steps, layers, experts] of a run's metrics."""
+    import numpy as np
+
+    from moejax.train.metrics import read_rows
+
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError(f"{folder}: no metrics.jsonl in there; name the folder of a run")
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row.get("moe/requested")]
+    if not rows:
+        raise UserError(f"{folder}: no routing was logged; train a model with ffn: moe for at least log.every steps")
+    return [row["step"] for row in rows], np.asarray([row["moe/requested"] for row in rows], float)
+
+
+def heat_map(values_LS: "np.ndarray", steps: list[int]) -> str:
+    """Text with one line a layer and one character a step, from 1 to the largest value; long runs are thinned."""
+    import numpy as np
+
+    chosen = np.unique(np.linspace(0, len(steps) - 1, min(COLUMNS, len(steps))).round().astype(int))
+    top = max(values_LS.max(), 1 + 1e-9)
+    level = np.clip((values_LS[:, chosen] - 1) / (top - 1) * (len(SHADES) - 1), 0, len(SHADES) - 1).round().astype(int)
+    lines = [f"layer {i:3d} |{''.join(SHADES[v] for v in row)}|" for i, row in enumerate(level)]
+    return "\n".join([*lines, f"steps {steps[0]} to {steps[-1]}; ' ' is 1, '{SHADES[-1]}' is {top:.2f}"])
+
+
+def draw(steps: list[int], requested_SLE: "np.ndarray", load_LS: "np.ndarray", path: Path) -> None:
+    """Write a picture: layers by steps, and for each layer experts by steps as multiples of the mean."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("--png: matplotlib is not installed: pip install matplotlib, or leave --png out") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    layers, columns = len(load_LS), min(4, len(load_LS))
+    height = 1 + -(-layers // columns)
+    figure = plt.figure(figsize=(3.5 * columns, 2.4 * height), layout="constrained")
+    grid = figure.add_gridspec(height, columns)
+    panels = [(figure.add_subplot(grid[0, :]), load_LS, "layer", "most loaded expert / mean")]
+    for i in range(layers):
+        share_ES = (requested_SLE[:, i] / np.maximum(requested_SLE[:, i].mean(axis=1, keepdims=True), 1e-9)).T
+        panels.append(
+            (figure.add_subplot(grid[1 + i // columns, i % columns]), share_ES, "expert", f"layer {i}: load / mean")
+        )
+    for axes, values, label, title in panels:
+        extent = (steps[0], max(steps[-1], steps[0] + 1), len(values) - 0.5, -0.5)
+        image = axes.imshow(values, aspect="auto", interpolation="nearest", extent=extent, vmin=0, cmap="viridis")
+        axes.set(xlabel="step", ylabel=label, title=title)
+        figure.colorbar(image, ax=axes)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--png {path}: {error}; name a file that can be written, ending in .png") from error
+    plt.close(figure)
