@@ -192,7 +192,11 @@ def reduce(grads: Mapping[str, Any], layouts: Mapping[str, Any]) -> Any:
         g = g.astype(jnp.float32)
         for dim, axes in enumerate(layout.extra):
             if axes:
+                rest = g.shape[dim + 1 :]
+                if "head_dim" in layout.dims[dim + 1 :]:  # XLA for TPU scatters [D, H x d], but all-reduces [D, H, d]
+                    g = g.reshape(*g.shape[: dim + 1], -1)
                 g = lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
+                g = g.reshape(*g.shape[: dim + 1], *rest)
         return lax.psum(g, layout.sum_axes) if layout.sum_axes else g
 
     with jax.named_scope("reduce"):

@@ -3,13 +3,20 @@
 import dataclasses
 from collections import Counter
 from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
+import jax
 import pytest
 import tiny
 
-from moejax.config import LayerGroup, LayerSpec, RematConfig, WeightsConfig
+from moejax.axes import AXES
+from moejax.config import Config, LayerGroup, LayerSpec, MoEConfig, RematConfig, WeightsConfig
+from moejax.plan.compile import compile_step
 from moejax.plan.hlo import Collective, collectives, wire_fraction
+from moejax.plan.target import read_target
 from moejax.plan.tensors import Tensor, tensors
+from moejax.plan.traffic import CLASSES, GATHER, LOSS, REDUCE, by_class, compiled_traffic, step_traffic
 
 LAYERS, MOE_LAYERS = 5, 3
 MODEL = dataclasses.replace(tiny.MODEL, layers=(LayerGroup(2, (LayerSpec("dense", window=5),)), LayerGroup(3)))
@@ -18,17 +25,23 @@ MODEL = dataclasses.replace(tiny.MODEL, layers=(LayerGroup(2, (LayerSpec("dense"
 MESH = {"stage": 1, "data": 2, "context": 1, "expert": 4, "model": 1}
 
 
-@cache
-def compiled(
-    gather: str, microbatches: int, data: int = 2, expert: int = 4, remat: str = "none"
-) -> tuple[list[Collective], list[Tensor]]:
-    """Collectives of a training step that have more than one device to a group, and the parameters."""
-    remats = RematConfig(remat)  # type: ignore[arg-type]
+def configuration(gather: str, microbatches: int, data: int = 2, expert: int = 4, **sections: Any) -> Config:
     weights = WeightsConfig(gather)  # type: ignore[arg-type]
-    run = tiny.config(data, expert, microbatches, model=MODEL, weights=weights, remat=remats)
+    return tiny.config(data, expert, microbatches, model=MODEL, weights=weights, **sections)
+
+
+def compile_collectives(run: Config) -> list[Collective]:
+    """Collectives of a training step that have more than one device to a group."""
     program = tiny.program(run)
     text = program.train_step.lower(program.abstract_state, program.abstract_batch).compile().as_text()
-    return [item for item in collectives(text) if item.group_size > 1], tensors(run)
+    return [item for item in collectives(text) if item.group_size > 1]
+
+
+@cache
+def compiled(gather: str, microbatches: int) -> tuple[list[Collective], list[Tensor]]:
+    """Collectives of a program that several tests look at, and its parameters."""
+    run = configuration(gather, microbatches)
+    return compile_collectives(run), tensors(run)
 
 
 def count(found: list[Collective], kind: str, dtype: str = "f32", backward: bool | None = None) -> int:
@@ -80,9 +93,74 @@ def test_microbatch_gathers_once_in_every_microbatch() -> None:
 @pytest.mark.parametrize(("gather", "microbatches"), [("step", 1), ("step", 4), ("layer", 1), ("layer", 4)])
 def test_rows_cross_twice_forward_and_twice_backward(gather: str, microbatches: int) -> None:
     found, _ = compiled(gather, microbatches)
-    assert count(found, "all-to-all", backward=False) == 2 * MOE_LAYERS * microbatches
-    assert count(found, "all-to-all", backward=True) == 2 * MOE_LAYERS * microbatches
-    assert count(found, "all-gather", "s32") == MOE_LAYERS * microbatches  # counts of rows, of each layer's plan
+    width = MODEL.d_model
+    rows = [item for item in found if item.kind == "all-to-all" and item.shapes[0][-1] == width]
+    assert count(rows, "all-to-all", backward=False) == 2 * MOE_LAYERS * microbatches
+    assert count(rows, "all-to-all", backward=True) == 2 * MOE_LAYERS * microbatches
+    narrow = [item for item in found if item.kind == "all-to-all" and item not in rows]  # weights, and row numbers
+    assert count(narrow, "all-to-all", backward=False) == MOE_LAYERS * microbatches
+    assert count(narrow, "all-to-all", backward=True) == MOE_LAYERS * microbatches
+    assert count(narrow, "all-to-all", "s32") == MOE_LAYERS * microbatches
+    assert sum(item.bytes for item in narrow) * width / 3 < sum(item.bytes for item in rows)
+    assert count(found, "all-gather", "s32") == MOE_LAYERS * microbatches  # counts of routes, of each layer's plan
+
+
+def assert_formula_agrees(run: Config, found: list[Collective]) -> None:
+    """Every class but the loss: operation, type, axes, number of tensors and bytes."""
+    mesh = dict(zip(AXES, run.mesh.shape, strict=True))
+    got = {move for move in compiled_traffic(found, mesh) if move.name != LOSS}
+    want = set(step_traffic(run, tensors(run)))
+    assert got == want
+    assert run.mesh.size == 1 or {move.name for move in want} >= {GATHER, REDUCE}
+    loss = sum(move.bytes for move in compiled_traffic(found, mesh) if move.name == LOSS)
+    assert loss < 4000
+
+
+@pytest.mark.parametrize(
+    ("gather", "microbatches"), [("step", 1), ("step", 4), ("microbatch", 4), ("layer", 1), ("layer", 4)]
+)
+def test_formula_agrees_with_the_compiled_step(gather: str, microbatches: int) -> None:
+    assert_formula_agrees(configuration(gather, microbatches), compiled(gather, microbatches)[0])
+
+
+PADDED, DEDUPLICATED = MoEConfig("padded", 1.5), MoEConfig("padded", 1.5, deduplicate=True)
+MANY = [
+    (8, 1, "step", 4, "none", MoEConfig()),
+    (8, 1, "layer", 1, "full", MoEConfig(capacity=1.0)),
+    (4, 2, "step", 1, "full", PADDED),
+    (4, 2, "layer", 4, "save_exchange", DEDUPLICATED),
+    (2, 4, "microbatch", 1, "full", DEDUPLICATED),
+    (1, 8, "step", 4, "save_exchange", PADDED),
+    (1, 8, "layer", 1, "none", MoEConfig("padded")),
+    (2, 4, "step", 4, "none", MoEConfig("gather", 1.25)),
+    (1, 8, "step", 1, "full", MoEConfig("gather")),
+    (4, 2, "layer", 1, "save_exchange", MoEConfig("gather")),
+    (1, 4, "microbatch", 4, "full", PADDED),
+    (1, 1, "step", 1, "none", MoEConfig()),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "expert", "gather", "microbatches", "remat", "moe"), MANY)
+def test_formula_agrees_with_many_compiled_steps(data, expert, gather, microbatches, remat, moe) -> None:
+    run = configuration(gather, microbatches, data, expert, remat=RematConfig(remat), moe=moe)
+    assert_formula_agrees(run, compile_collectives(run))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'moejax[tpu]'")
+@pytest.mark.parametrize("case", range(0, len(MANY) - 1, 2))
+def test_formula_agrees_with_steps_compiled_for_tpu(case: int) -> None:
+    data, expert, gather, microbatches, remat, moe = MANY[case]
+    run = configuration(gather, microbatches, data, expert, remat=RematConfig(remat), moe=moe)
+    run = dataclasses.replace(run, model=dataclasses.replace(MODEL, dtype="bfloat16"))
+    with jax.numpy_dtype_promotion("standard"):
+        found = compile_step(run, read_target("v5e")).collectives
+    mesh = dict(zip(AXES, run.mesh.shape, strict=True))
+    got, want = by_class(compiled_traffic(found, mesh)), by_class(step_traffic(run, tensors(run)))
+    for name in set(CLASSES) - {LOSS}:  # operations may differ: small scatters and gathers become all-reduces
+        for what in ("tensors", "bytes"):
+            assert got[name][what] == want[name][what], name
 
 
 TEXT = """
@@ -101,6 +179,7 @@ HloModule jit_step, is_scheduled=true
 
 ENTRY %main (a: f32[8]) -> f32[8] {
   %w = (s32[], f32[8]{0}) while(%t0), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %m = f32[8]{0} all-gather(%e), replica_groups=mesh['data'=4,'expert'=2] {'expert'}, dimensions={0}
   %i = f32[4]{0} call(%a), to_apply=%inner
   %st = ((f32[2]{0}, f32[6]{0}), (f32[4]{0}, f32[12]{0})) all-gather-start(%a, %b), replica_groups=[1,2]<=[2]
   %dn = (f32[4]{0}, f32[12]{0}) all-gather-done(%st)
@@ -116,11 +195,12 @@ def test_counting_follows_loops_calls_and_groups() -> None:
     assert got == [
         ("all-gather", "bf16", ((16, 3),), 5, 4, ("data",), "a/gather"),
         ("reduce-scatter", "f32", ((2, 2, 3),), 5, 2, ("expert",), ""),
+        ("all-gather", "f32", ((8,),), 1, 2, ("expert",), ""),
         ("all-reduce", "f32", ((4,), ()), 1, 0, ("data", "expert"), ""),
         ("all-gather", "f32", ((4,), (12,)), 1, 2, ("expert",), ""),
         ("all-to-all", "f32", ((2, 3),), 1, 2, ("data",), ""),
     ]
-    assert [item.bytes for item in found] == [5 * 96, 5 * 48, 20, 64, 24]
+    assert [item.bytes for item in found] == [5 * 96, 5 * 48, 32, 20, 64, 24]
     assert found[0].wire_bytes == 5 * 96 * 3 / 4
     assert wire_fraction("all-reduce", 4) == 2 * wire_fraction("all-gather", 4) == 1.5
 
@@ -129,4 +209,17 @@ def test_a_loop_of_unknown_length_is_refused_only_around_collectives() -> None:
     with pytest.raises(ValueError, match="no known trip count"):
         collectives(TEXT.replace("known_trip_count", "other"))
     text = TEXT.replace("known_trip_count", "other").replace("all-gather(", "add(").replace("reduce-scatter(", "add(")
-    assert len(collectives(text)) == 3
+    assert len(collectives(text)) == 4
+
+
+def test_a_loop_without_a_known_count_tells_it_by_its_condition() -> None:
+    condition = """
+%c (p: (s32[], f32[8])) -> pred[] {
+  %k = s32[]{:T(128)} constant(7)
+  %p = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %n = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%n, %k), direction=LT
+}
+"""
+    text = TEXT.replace("known_trip_count", "other").replace("ENTRY", condition + "\nENTRY")
+    assert [item.times for item in collectives(text)][:2] == [7, 7]

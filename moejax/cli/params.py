@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Count; return the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from moejax.plan.presets import names, read_model
-    from moejax.plan.report import make_console
+    from moejax.plan.show import make_console
 
     models = [read_model(name).as_dict() for name in (names() if args.model == "all" else [args.model])]
     if args.json:

@@ -1,91 +1,151 @@
-"""The plan of a run as one JSON object, and as tables."""
+"""The plan of a run as one JSON object."""
 
+import dataclasses
+from dataclasses import asdict
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from moejax.axes import AXES
 from moejax.config import Config
-from moejax.plan.memory import state_memory
+from moejax.errors import UserError
+from moejax.plan.compile import Compiled
+from moejax.plan.cost import group_of, move_seconds, step_cost
+from moejax.plan.flops import tokens_per_step, training_flops
+from moejax.plan.memory import memory
 from moejax.plan.parameters import module_counts
-from moejax.plan.tensors import tensors
-from moejax.plan.text import of_bytes, of_count
+from moejax.plan.search import Candidate, evaluate, improvements, largest_microbatch
+from moejax.plan.target import Target
+from moejax.plan.tensors import Tensor, tensors
+from moejax.plan.traffic import Move, by_class, compiled_traffic, step_traffic
 
-WIDTH = 160
-"""Columns of tables that go to a file or a pipe."""
 
+def make_report(config: Config, target: Target | None = None, compiled: Compiled | None = None) -> dict[str, Any]:
+    """Everything that is known of a run before it runs.
 
-def make_report(config: Config) -> dict[str, Any]:
-    """Everything that is known of a run without compiling it.
+    Args:
+        config: The run.
+        target: Machine to estimate times and fit for; None to leave them out.
+        compiled: The step, compiled for the target; None to leave it out.
 
     Raises:
         UserError: The sharding rules do not fit the model and the mesh.
     """
     found = tensors(config)
-    return {
+    flops = training_flops(config, found)
+    moves = step_traffic(config, found, target.platform if target else None)
+    report: dict[str, Any] = {
         "run": config.run.name,
-        "parameters": module_counts(config).as_dict(),
-        "mesh": dict(zip(AXES, config.mesh.shape, strict=True)),
+        "parameters": module_counts(config).as_dict() | _experts(config),
+        "mesh": mesh_of(config),
         "devices": config.mesh.size,
         "gather": config.weights.gather,
-        "memory": state_memory(config, found),
+        "flops": {
+            "per_token": sum(flops.values()),
+            "by_part": flops,
+            "tokens_per_step": tokens_per_step(config),
+            "per_step": sum(flops.values()) * tokens_per_step(config),
+        },
+        "memory": memory(config, found),
+        "traffic": [_move(move, config, target) for move in moves],
         "tensors": [tensor.as_dict() for tensor in found],
+    }
+    if target is not None:
+        report |= _on_target(config, found, target)
+    if compiled is not None:
+        report["compiled"] = _compiled(config, moves, compiled, sum(report["memory"].values()))
+    return report
+
+
+def mesh_of(config: Config) -> dict[str, int]:
+    """Sizes of the mesh axes, outermost first."""
+    return dict(zip(AXES, config.mesh.shape, strict=True))
+
+
+def with_devices(config: Config, devices: int) -> Config:
+    """The same run on another number of devices: more or fewer data-parallel replicas, the same work for each.
+
+    Raises:
+        UserError: The other mesh axes do not divide the number of devices.
+    """
+    others = config.mesh.size // config.mesh.data
+    if devices < 1 or devices % others:
+        raise UserError(f"--chips={devices}: must be a multiple of {others}, the product of the other mesh axes")
+    data = devices // others
+    batch = config.data.batch_size // config.mesh.data * data
+    mesh = dataclasses.replace(config.mesh, data=data)
+    return dataclasses.replace(config, mesh=mesh, data=dataclasses.replace(config.data, batch_size=batch))
+
+
+def _experts(config: Config) -> dict[str, Any]:
+    moe = config.model.moe
+    return {"alpha_E": moe.top_k / moe.num_experts if config.model.num_moe_layers else None}
+
+
+def _move(move: Move, config: Config, target: Target | None) -> dict[str, Any]:
+    found = asdict(move) | {"axes": list(move.axes), "wire_bytes": move.wire_bytes}
+    if target is not None:
+        group = group_of(config, move.axes)
+        sent = target.sent(move.kind, move.bytes, group)
+        links = ["inside a node" if link.devices else "between nodes" for link in target.links]
+        found["link"] = " and ".join(link for link, size in zip(links, sent, strict=True) if size)
+        found["seconds"] = move_seconds(move, config, target) / target.share(config.mesh.size)
+    return found
+
+
+def _on_target(config: Config, found: list[Tensor], target: Target) -> dict[str, Any]:
+    cost, now = step_cost(config, found, target), evaluate(config, target)
+    return {
+        "target": target.name,
+        "cost": {
+            "model_seconds": cost.model,
+            "tax_seconds": cost.taxes,
+            "step_seconds": cost.step,
+            "tokens_per_second": cost.tokens_per_second,
+            "mfu": cost.mfu,
+            "peak": cost.mfu_peak,
+        },
+        "fit": {
+            "fits": now.fits,
+            "verdict": now.verdict(),
+            "limit": now.limit,
+            "largest_microbatch": largest_microbatch(config, target),
+        },
+        "improvements": [candidate_dict(item, now) for item in improvements(config, target)],
     }
 
 
-def make_console() -> Console:
-    """A console on standard output; wide where no terminal says how wide it is, so that tables do not break."""
-    console = Console(highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=WIDTH)
+def candidate_dict(item: Candidate, now: Candidate | None = None) -> dict[str, Any]:
+    """A candidate for JSON, with its speed against another."""
+    found = {
+        "change": list(item.change),
+        "step_seconds": item.cost.step,
+        "tokens_per_second": item.cost.tokens_per_second,
+        "mfu": item.cost.mfu,
+        "peak_bytes": item.peak,
+        "fits": item.fits,
+    }
+    if now is not None:
+        found["speedup"] = item.cost.tokens_per_second / now.cost.tokens_per_second
+    return found
 
 
-def show_report(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print a report as tables."""
-    console = console or make_console()
-    show_parameters(report["parameters"], console)
-    sizes = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items() if size > 1) or "one device"
-    console.print(f"mesh: {sizes} ({report['devices']} devices), weights.gather: {report['gather']}\n")
-    console.print(_tensor_table(report["tensors"]))
-    console.print(_memory_table(report["memory"]))
+def _compiled(config: Config, moves: list[Move], compiled: Compiled, estimate: int) -> dict[str, Any]:
+    seen = compiled_traffic(compiled.collectives, mesh_of(config))
+    return {
+        "seconds": compiled.seconds,
+        "flops": compiled.flops,
+        "memory": compiled.memory(),
+        "memory_estimate": estimate,
+        "memory_difference": _difference(estimate, compiled.peak),
+        "traffic": [_move(move, config, None) for move in seen],
+        "by_class": {"formula": by_class(moves), "compiled": by_class(seen)},
+    }
 
 
-def show_parameters(counts: dict[str, Any], console: Console) -> None:
-    """Print total and active parameters, and total by part."""
-    console.print(
-        f"parameters: {counts['total']:,} total, {counts['active']:,} active "
-        f"({counts['active_without_embedding']:,} without the embedding, "
-        f"{counts['active_without_embedding_and_head']:,} without embedding and head)"
-    )
-    console.print(f"active share: {counts['alpha_P']:.1%}, capacity gap: {counts['capacity_gap']:.2f}")
-    console.print("by part: " + ", ".join(f"{part} {of_count(size)}" for part, size in counts["parts"].items()))
-
-
-def _spec(axes: list[list[str]]) -> str:
-    return " . ".join("+".join(names) if names else "-" for names in axes)
-
-
-def _tensor_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="tensors, bytes per device", title_justify="left")
-    for name in ("tensor", "shape", "storage", "compute"):
-        table.add_column(name, overflow="fold")
-    for name in ("main", "optimizer", "compute bytes"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("note", overflow="fold")
-    for row in rows:
-        sizes = (of_bytes(row[key]) for key in ("main_bytes", "optimizer_bytes", "compute_bytes"))
-        shape = "x".join(map(str, row["shape"]))
-        layouts = (_spec(row["storage_spec"]), _spec(row["compute_spec"]))
-        table.add_row(row["name"], shape, *layouts, *sizes, row["note"])
-    return table
-
-
-def _memory_table(memory: dict[str, int]) -> Table:
-    table = Table(title="memory per device", title_justify="left")
-    table.add_column("class")
-    table.add_column("bytes", justify="right")
-    for name, size in memory.items():
-        table.add_row(name, of_bytes(size))
-    table.add_section()
-    table.add_row("together", of_bytes(sum(memory.values())))
-    return table
+def _difference(estimate: int, peak: int) -> str:
+    """One line that explains the difference between the estimate and the compiler's figure."""
+    share = estimate / peak - 1
+    if abs(share) < 0.02:
+        return f"the estimate is within {abs(share):.1%} of the compiler's peak"
+    if share > 0:
+        return f"the estimate is {share:.1%} above: the compiler reuses memory of classes that are not needed at once"
+    return f"the estimate is {-share:.1%} below: the compiler keeps copies, padding or more temporaries than one layer's"

@@ -3,13 +3,14 @@
 A `Move` counts as compiled HLO does: tensors, and bytes of whole tensors (gathered, or before they are scattered).
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from moejax.axes import EXPERT
 from moejax.config import Config
 from moejax.moe.admission import Capacity
-from moejax.plan.hlo import wire_fraction
+from moejax.plan.hlo import Collective, wire_fraction
 from moejax.plan.tensors import Tensor
 
 GATHER, REDUCE = "weight gather", "gradient reduce"
@@ -47,15 +48,29 @@ class Move:
         return self.bytes * wire_fraction(self.kind, self.group)
 
 
-def step_traffic(config: Config, tensors: Sequence[Tensor]) -> list[Move]:
-    """Every move of one optimizer step but those of the loss and its statistics, equal ones added up."""
+def step_traffic(config: Config, tensors: Sequence[Tensor], platform: str | None = None) -> list[Move]:
+    """Every move of one optimizer step but those of the loss and its statistics, equal ones added up.
+
+    Args:
+        config: The run.
+        tensors: Its parameters.
+        platform: `tpu` for what its compiler makes of them: it turns gathers and scatters over several mesh axes
+            that together are all devices into all-reduces, which send twice as much (libtpu 0.0.52).
+    """
     moves: dict[tuple, list[int]] = {}
     for tensor in tensors:
         for key, count, size in _of_weight(config, tensor):
             _add(moves, config, key, count, size)
     for key, count, size in _of_experts(config):
         _add(moves, config, key, count, size)
-    return [Move(*key, *values) for key, values in moves.items()]
+    found = [Move(*key, *values) for key, values in moves.items()]
+    return [_on_tpu(move, config) for move in found] if platform == "tpu" else found
+
+
+def _on_tpu(move: Move, config: Config) -> Move:
+    whole = move.group == config.mesh.size and len([axis for axis in move.axes if config.mesh.group([axis]) > 1]) > 1
+    ring = move.kind in ("all-gather", "reduce-scatter")
+    return replace(move, kind="all-reduce") if whole and ring else move
 
 
 Key = tuple[str, str, str, tuple[str, ...]]
@@ -148,13 +163,13 @@ def _of_experts(config: Config) -> Iterator[tuple[Key, int, int]]:
     dtype, width = ("f32", 4) if config.model.dtype == "float32" else ("bf16", 2)
     row = width * (moe.latent_dim or config.model.d_model)
     count = config.model.num_moe_layers * config.train.microbatches
+    recomputed = config.remat.policy != "none"
     again = count if config.remat.policy == "full" else 0  # what recomputation repeats; backward needs no results
 
     def move(name: str, kind: str, times: int, size: int, of: str = dtype) -> tuple[Key, int, int]:
         return (name, kind, of, (EXPERT,)), times, size
 
-    counts = 4 * ranks * moe.num_experts
-    yield move(PLAN, "all-gather", count + again, counts, "s32")
+    yield move(PLAN, "all-gather", count * (2 if recomputed else 1), 4 * ranks * moe.num_experts, "s32")
     if exchange == "gather":
         everyone = sizes.arriving
         yield move(PLAN, "all-gather", count + again, 2 * 4 * everyone * moe.top_k, "s32")
@@ -171,3 +186,38 @@ def _of_experts(config: Config) -> Iterator[tuple[Key, int, int]]:
     yield move(DISPATCH, kind, 2 * count + again, sizes.arriving * row)
     yield move(DISPATCH, kind, 2 * count + again, 4 * sizes.arriving * sizes.lanes, "f32")
     yield move(COMBINE, kind, 2 * count, sizes.arriving * row)
+
+
+def compiled_traffic(found: Iterable[Collective], mesh: Mapping[str, int]) -> list[Move]:
+    """The same, counted from a compiled program; groups of one device move nothing."""
+    moves: dict[tuple, list[int]] = {}
+    for item in found:
+        if item.group_size > 1:
+            key = (class_of(item), item.kind, item.dtype, item.axes(mesh), item.group_size)
+            total = moves.setdefault(key, [0, 0])
+            total[0] += item.tensors
+            total[1] += item.bytes
+    return [Move(*key, *values) for key, values in moves.items()]
+
+
+_SCOPES = {"dispatch": DISPATCH, "combine": COMBINE, "plan": PLAN, "reduce": REDUCE, "gather": GATHER}
+
+
+def class_of(item: Collective) -> str:
+    """Class of a collective, from the named scopes that it comes from."""
+    for scope, name in _SCOPES.items():
+        if re.search(rf"\b{scope}\b", item.scope):
+            return name
+    whole = item.dtype == "f32" and any(len(shape) > 1 for shape in item.shapes)
+    return REDUCE if not item.scope and whole else LOSS  # XLA merges reductions, and then names none
+
+
+def by_class(moves: Iterable[Move]) -> dict[str, dict[str, float]]:
+    """Tensors, whole bytes and wire bytes of each class."""
+    found = {name: {"tensors": 0.0, "bytes": 0.0, "wire_bytes": 0.0} for name in CLASSES}
+    for move in moves:
+        total = found[move.name]
+        total["tensors"] += move.tensors
+        total["bytes"] += move.bytes
+        total["wire_bytes"] += move.wire_bytes
+    return found

@@ -1,0 +1,101 @@
+"""What forward keeps for backward on one device: read off the traced step, without compiling it.
+
+`jax.vjp` says which arrays backward will read. Tracing it inside `shard_map` over an abstract mesh gives their
+shapes on one device, and needs no devices.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from moejax.axes import AXES, TOKEN_AXES
+from moejax.config import Config, LayerGroup, LossConfig, MoEConfig, RematConfig, WeightsConfig
+from moejax.model.decoder import Decoder
+from moejax.nn.cross_entropy import CHUNK
+from moejax.sharding import is_layout, make_layouts
+from moejax.train.program import BATCH_KEYS
+from moejax.varying import vary
+
+_WHOLE: dict[str, Any] = {"remat": RematConfig("none"), "weights": WeightsConfig("step")}
+_DENSE: dict[str, Any] = {"moe": MoEConfig(), "loss": LossConfig()}
+
+
+def saved_bytes(config: Config) -> int:
+    """Bytes that one microbatch's forward pass keeps for its backward pass on one device, weights not counted."""
+    gathered = dataclasses.replace(config, weights=WeightsConfig("step"))
+    return _residual_bytes(gathered)
+
+
+def layer_bytes(config: Config) -> int:
+    """Bytes of everything that one repetition of a pattern makes for its backward pass: the largest such."""
+    largest = 0
+    for spec in config.model.layers:
+        one = dataclasses.replace(config.model, layers=(LayerGroup(1, spec.pattern),), vocab_size=257)
+        run = dataclasses.replace(config, model=one, **_WHOLE, **({} if one.num_moe_layers else _DENSE))
+        largest = max(largest, _residual_bytes(run) - _ends_bytes(run))
+    return largest
+
+
+def logit_bytes(config: Config) -> int:
+    """Bytes of the loss at its peak: float32 logits of a chunk with their gradient, and the head's gradient."""
+    vocab, tokens = config.model.vocab_size, local_batch(config)[0] * local_batch(config)[1]
+    width = 4 if config.model.dtype == "float32" else 2
+    return min(CHUNK, tokens) * vocab * (2 * 4 + width) + config.model.d_model * vocab * (4 + width)
+
+
+def local_batch(config: Config) -> tuple[int, int]:
+    """Sequences and positions of one microbatch on one device."""
+    rows = config.data.batch_size // (config.mesh.data * config.mesh.expert * config.train.microbatches)
+    return rows, config.data.sequence_length // config.mesh.context
+
+
+def _ends_bytes(config: Config) -> int:
+    """What the embedding, the last norm and the head keep: hidden states and their gradient, and the head's."""
+    width, (rows, length) = (4 if config.model.dtype == "float32" else 2), local_batch(config)
+    return rows * length * config.model.d_model * (width + 4) + config.model.d_model * config.model.vocab_size * width
+
+
+def _residual_bytes(config: Config) -> int:
+    decoder = Decoder(config)
+    shapes = jax.tree.map(lambda s: s.shape, decoder.shapes)
+    layouts = make_layouts(decoder.dims, shapes, config.mesh, dataclasses.replace(config.sharding, compute={}, storage={}))
+    weights = jax.tree.map(
+        lambda layout: jax.ShapeDtypeStruct(layout.shape, layout.dtype(decoder.dtype)), layouts, is_leaf=is_layout
+    )
+    specs = jax.tree.map(lambda layout: layout.compute_spec, layouts, is_leaf=is_layout)
+    batch = {key: jax.ShapeDtypeStruct(_global_batch(config), jnp.int32) for key in BATCH_KEYS}
+    found: list[int] = []
+
+    def body(weights: Any, batch: Any) -> jax.Array:
+        weights = vary(weights, TOKEN_AXES)
+        sums, pullback = jax.vjp(lambda w: decoder.sums(w, batch, lambda name, stored: stored), weights)
+        known = [id(leaf) for leaf in jax.tree.leaves((weights, batch))]
+        found.append(sum(_sizes(leaf for leaf in jax.tree.leaves(pullback) if id(leaf) not in known)))
+        return jax.lax.psum(sums.ce, TOKEN_AXES)
+
+    _trace(body, config, (specs, PartitionSpec(("data", "expert"), "context")), (weights, batch))
+    return found[0]
+
+
+def _global_batch(config: Config) -> tuple[int, int]:
+    return config.data.batch_size // config.train.microbatches, config.data.sequence_length
+
+
+def _sizes(leaves: Iterable[Any]) -> Iterable[int]:
+    seen = set()
+    for leaf in leaves:
+        if hasattr(leaf, "dtype") and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield math.prod(leaf.shape) * (1 if leaf.dtype == bool else leaf.dtype.itemsize)
+
+
+def _trace(body: Callable[..., Any], config: Config, specs: Any, arguments: Any) -> None:
+    mesh = AbstractMesh(config.mesh.shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    jax.eval_shape(
+        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=True), *arguments
+    )

@@ -1,0 +1,144 @@
+"""Time of a step from a roofline of the target, split into model time and taxes (report, equation 5 and table 2).
+
+Model time is useful FLOPs at peak. Each tax is estimated alone and nothing overlaps, so the step is an upper
+bound of what these formulas know; what they do not know (launches, imbalance, kernels below their roofline) comes
+on top.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moejax.axes import AXES
+from moejax.config import Config
+from moejax.plan.activations import local_batch
+from moejax.plan.flops import attention_flops, forward_flops, tokens_per_step, training_flops
+from moejax.plan.target import Target
+from moejax.plan.tensors import Tensor
+from moejax.plan.traffic import COMBINE, DISPATCH, GATHER, PLAN, REDUCE, Move, exchange_sizes, step_traffic
+
+TAXES = ("weights", "gradients", "routing", "compute efficiency", "recomputation")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Estimated time of a step on a target.
+
+    Attributes:
+        model: Seconds of useful FLOPs at peak.
+        taxes: Seconds of each of `TAXES`.
+        tokens: Tokens of a step.
+        flops: Useful FLOPs of a step on one device.
+        peak: FLOP per second of one device for the run's precision.
+        mfu_peak: Dense bfloat16 FLOP per second of one device: the denominator of MFU.
+    """
+
+    model: float
+    taxes: dict[str, float]
+    tokens: int
+    flops: float
+    peak: float
+    mfu_peak: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step, nothing overlapped."""
+        return self.model + sum(self.taxes.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together."""
+        return self.tokens / self.step
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation that the estimate amounts to."""
+        return self.flops / (self.step * self.mfu_peak)
+
+
+def step_cost(config: Config, tensors: Sequence[Tensor], target: Target) -> Cost:
+    """Estimate a step."""
+    share = target.share(config.mesh.size)
+    peak, bandwidth = target.peak[config.model.dtype] * share, target.bandwidth * share
+    tokens = tokens_per_step(config)
+    per_device = tokens / config.mesh.size
+    flops = sum(training_flops(config, tensors).values()) * per_device
+    moves = {move: move_seconds(move, config, target) / share for move in step_traffic(config, tensors, target.platform)}
+
+    def wire(*names: str) -> float:
+        return sum(seconds for move, seconds in moves.items() if move.name in names)
+
+    stored = sum(tensor.storage_size for tensor in tensors)
+    states = sum(tensor.optimizer_bytes for tensor in tensors)
+    update = (2 * 4 * stored + 4 * stored + 2 * states) / bandwidth
+    held = sum(tensor.compute_size if config.weights.gather == "step" else tensor.storage_size for tensor in tensors)
+    accumulate = config.train.microbatches * 10 * held / bandwidth
+    taxes = {
+        "weights": wire(GATHER) + update,
+        "gradients": wire(REDUCE) + accumulate,
+        "routing": wire(DISPATCH, COMBINE, PLAN) + _row_seconds(config, bandwidth),
+        "compute efficiency": _expert_seconds(config, peak, bandwidth),
+        "recomputation": _recomputed_flops(config, tensors) * per_device / peak,
+    }
+    return Cost(flops / peak, taxes, tokens, flops, peak, target.peak["bfloat16"] * share)
+
+
+def move_seconds(move: Move, config: Config, target: Target) -> float:
+    """Time of the moves of one kind, one after the other."""
+    return target.seconds(move.kind, move.bytes, group_of(config, move.axes))
+
+
+def group_of(config: Config, axes: Sequence[str]) -> list[int]:
+    """Devices of the first group along mesh axes."""
+    devices = np.arange(config.mesh.size).reshape(config.mesh.shape)
+    index = tuple(slice(None) if axis in axes else 0 for axis in AXES)
+    return devices[index].reshape(-1).tolist()
+
+
+def _layers_turns(config: Config) -> int:
+    return config.model.num_moe_layers * config.train.microbatches
+
+
+def _row_seconds(config: Config, bandwidth: float) -> float:
+    """Reading and writing the rows that packing, sorting and merging move, forward and backward."""
+    if not config.model.num_moe_layers:
+        return 0.0
+    sizes = exchange_sizes(config)
+    width = 4 if config.model.dtype == "float32" else 2
+    row = width * (config.model.moe.latent_dim or config.model.d_model)
+    one_way = 2 * (sizes.slots + sizes.arriving + sizes.rows) * row
+    return 4 * one_way * _layers_turns(config) / bandwidth
+
+
+def _expert_seconds(config: Config, peak: float, bandwidth: float) -> float:
+    """What expert matmuls take beyond their FLOPs at peak, because each expert has few rows.
+
+    Forward, input gradient and weight gradient of each matmul are bound by compute or by reading and writing rows
+    and weights once.
+    """
+    moe, model = config.model.moe, config.model
+    if not model.num_moe_layers:
+        return 0.0
+    rows, length = local_batch(config)
+    routed = rows * length * moe.top_k
+    local = moe.num_experts // config.mesh.expert
+    width = 4 if model.dtype == "float32" else 2
+    inner = 1 if moe.activation == "relu2" else 2
+    outer = moe.latent_dim or model.d_model
+    beyond = 0.0
+    for wide, deep in ((inner * moe.expert_dim, outer), (outer, moe.expert_dim)):
+        flops = 2.0 * routed * wide * deep
+        moved = width * (routed * (wide + deep) + local * wide * deep)
+        beyond += 3 * max(0.0, moved / bandwidth - flops / peak)
+    return beyond * _layers_turns(config)
+
+
+def _recomputed_flops(config: Config, tensors: Sequence[Tensor]) -> float:
+    """FLOPs of a token that backward does again: attention scores of long sequences always are."""
+    parts = forward_flops(config, tensors)
+    scores = attention_flops(config) if config.data.sequence_length > 512 else 0.0
+    if config.remat.policy == "none":
+        return scores
+    layers = sum(flops for part, flops in parts.items() if part not in ("head", "attention scores"))
+    return layers + scores * (2 if config.remat.policy == "full" else 1)

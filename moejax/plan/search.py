@@ -1,0 +1,163 @@
+"""Whether a run fits, what would help, and which layout is best: the same estimates for many configurations."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moejax.config import Config
+from moejax.errors import UserError
+from moejax.plan.cost import Cost, step_cost
+from moejax.plan.memory import memory
+from moejax.plan.target import Target
+from moejax.plan.tensors import tensors
+from moejax.plan.text import of_bytes
+
+HEADROOM = 0.92
+"""Part of the device memory that a step may take; the rest goes to the runtime, fragments and other programs."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration with its estimates.
+
+    Attributes:
+        change: What differs from where the search began, as overrides of the command line.
+        config: The configuration.
+        cost: Time of a step.
+        memory: Bytes on a device by class.
+        limit: Bytes that a step may take.
+    """
+
+    change: tuple[str, ...]
+    config: Config
+    cost: Cost
+    memory: dict[str, int]
+    limit: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes on a device."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory suffices."""
+        return self.peak <= self.limit
+
+    def verdict(self) -> str:
+        """One line: that it fits, or which class of memory is largest and how much is missing."""
+        if self.fits:
+            return f"fits: {of_bytes(self.peak)} of {of_bytes(self.limit)} per device"
+        name = max(self.memory, key=lambda key: self.memory[key])
+        over = of_bytes(self.peak - self.limit)
+        return (
+            f"does not fit: {of_bytes(self.peak)} of {of_bytes(self.limit)} per device, {over} over; "
+            f"the largest class is {name} with {of_bytes(self.memory[name])}"
+        )
+
+
+def evaluate(config: Config, target: Target, change: tuple[str, ...] = ()) -> Candidate:
+    """Estimate one configuration."""
+    found = tensors(config)
+    limit = int(HEADROOM * target.memory * target.share(config.mesh.size))
+    return Candidate(change, config, step_cost(config, found, target), memory(config, found), limit)
+
+
+def changed(config: Config, changes: dict[str, object]) -> Config | None:
+    """The configuration with dotted options changed, all at once; None where the result is no valid one."""
+    try:
+        sections: dict[str, object] = {}
+        for key, value in changes.items():
+            section, name = key.split(".")
+            part = sections.get(section, getattr(config, section))
+            sections[section] = dataclasses.replace(part, **{name: value})  # type: ignore[type-var]
+        return dataclasses.replace(config, **sections)  # type: ignore[arg-type]
+    except UserError:
+        return None
+
+
+def improvements(config: Config, target: Target) -> list[Candidate]:
+    """Single changes that fit and make a token cheaper, best first: the three best."""
+    now = evaluate(config, target)
+    found = []
+    for changes in _single_changes(config):
+        other = changed(config, changes)
+        if other is not None:
+            found.append(evaluate(other, target, _as_overrides(changes)))
+    better = [item for item in found if item.fits and item.cost.tokens_per_second > now.cost.tokens_per_second]
+    return sorted(better, key=lambda item: -item.cost.tokens_per_second)[:3]
+
+
+def _single_changes(config: Config) -> Iterator[dict[str, object]]:
+    mesh, moe, train = config.mesh, config.moe, config.train
+    yield {"train.microbatches": 2 * train.microbatches, "data.batch_size": 2 * config.data.batch_size}
+    if train.microbatches > 1:
+        yield {"train.microbatches": train.microbatches // 2}
+    if mesh.data % 2 == 0:
+        yield {"mesh.data": mesh.data // 2, "mesh.expert": 2 * mesh.expert}
+    if mesh.expert % 2 == 0:
+        yield {"mesh.data": 2 * mesh.data, "mesh.expert": mesh.expert // 2}
+    for gather in ("step", "microbatch", "layer"):
+        if gather != config.weights.gather:
+            yield {"weights.gather": gather}
+    for policy in ("none", "save_exchange", "full"):
+        if policy != config.remat.policy:
+            yield {"remat.policy": policy}
+    if mesh.data > 1 and mesh.expert > 1 and "embed" not in config.sharding.storage:
+        yield {"sharding.storage": {**config.sharding.storage, "embed": ("data",)}}
+    if moe.capacity is None or moe.capacity > 1.25:
+        yield {"moe.capacity": 1.25}
+    if mesh.expert > 1:
+        if not moe.deduplicate:
+            yield {"moe.exchange": "padded", "moe.deduplicate": True}
+        if moe.exchange != "gather":
+            yield {"moe.exchange": "gather", "moe.deduplicate": False}
+
+
+def search(config: Config, target: Target) -> list[Candidate]:
+    """Every layout of the same global batch on the same number of devices that fits, quickest first.
+
+    Varies the mesh (data and expert), when weights are gathered, what is recomputed, and microbatches.
+    """
+    devices, found = config.mesh.size, []
+    experts = config.model.moe.num_experts if config.model.num_moe_layers else 1
+    for expert in (size for size in _powers(devices) if devices % size == 0 and experts % size == 0):
+        data = devices // expert
+        for turns in (size for size in _powers(config.data.batch_size) if config.data.batch_size % (devices * size) == 0):
+            for gather in ("step", "microbatch", "layer"):
+                if turns == 1 and gather == "microbatch":
+                    continue
+                for policy in ("none", "save_exchange", "full"):
+                    changes: dict[str, object] = {"mesh.data": data, "mesh.expert": expert}
+                    changes |= {"train.microbatches": turns, "weights.gather": gather, "remat.policy": policy}
+                    if expert == 1:
+                        changes |= {"moe.exchange": None, "moe.deduplicate": False}
+                    other = changed(config, changes)
+                    if other is not None:
+                        found.append(evaluate(other, target, _as_overrides(changes)))
+    return sorted((item for item in found if item.fits), key=lambda item: item.cost.step)
+
+
+def largest_microbatch(config: Config, target: Target) -> int:
+    """Sequences of the largest microbatch on one device that fits; 0 if none does."""
+    shards = config.mesh.size // config.mesh.context
+    best = 0
+    for rows in _powers(1 << 16):
+        changes: dict[str, object] = {"data.batch_size": rows * shards, "train.microbatches": 1}
+        other = changed(config, changes)
+        if other is None or not evaluate(other, target).fits:
+            break
+        best = rows
+    return best
+
+
+def _powers(limit: int) -> Iterator[int]:
+    size = 1
+    while size <= limit:
+        yield size
+        size *= 2
+
+
+def _as_overrides(changes: dict[str, object]) -> tuple[str, ...]:
+    return tuple(f"--{key}={json.dumps(value).strip(chr(34)).replace(' ', '')}" for key, value in changes.items())
