@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 import os
-from pathlib import Path
+from importlib import resources
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the plugin asks for a driver otherwise
 
@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.kernels import grouped_matmul, target
+from moejax.kernels import gated_matmul, grouped_matmul, target
 
 pytestmark = [
     pytest.mark.skipif(
@@ -30,7 +30,7 @@ SHAPES = [(16384, 2048, 1024, 8), (131072, 7168, 4096, 32), (131072, 2048, 1536,
 
 @functools.cache
 def _mesh(chip: str) -> jax.sharding.Mesh:
-    config = (Path(__file__).parent / "cuda_targets" / f"{chip}.txtpb").read_text()
+    config = resources.files("moejax.plan").joinpath("targets", f"{chip}.txtpb").read_text()
     topology = topologies.get_topology_desc(chip, platform="cuda", target_config=config, topology="1x2x1")
     return topologies.make_mesh(topology, (2,), ("expert",))
 
@@ -69,3 +69,28 @@ def test_all_directions_compile_without_scratch_that_grows(chip, shape):
 @pytest.mark.parametrize("chip", ["h200"])
 def test_float32_compiles(chip):
     assert _compile(chip, (16384, 2048, 1024, 8), jnp.float32) < 1 << 20
+
+
+def test_fused_gate_and_up_compiles():
+    """Gather, two projections, SwiGLU and route weight in one kernel; the gathered copy is not made in forward."""
+    tokens, m, k, f, groups = 4096, 32768, 2048, 1024, 8
+    mesh = _mesh("h200")
+
+    def struct(first: int, *dims: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((first * mesh.size, *dims), dtype, sharding=NamedSharding(mesh, P("expert")))
+
+    args = (
+        struct(tokens, k),
+        struct(groups, k, 2 * f),
+        struct(groups, dtype=jnp.int32),
+        struct(m, dtype=jnp.float32),
+        struct(m, dtype=jnp.int32),
+    )
+    mapped = jax.shard_map(gated_matmul, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=True)
+    with target("gpu", "NVIDIA H200"):
+        compiled = jax.jit(mapped).lower(*args).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert "moejax_gated" in text
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 2 * m * 2 * f + (1 << 20)  # the projections, which backward would read

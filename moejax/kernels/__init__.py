@@ -1,5 +1,6 @@
 """Grouped matmul and its gradients, on every platform, against one oracle; the same in MXFP8."""
 
+from moejax.kernels.gated import gated_matmul
 from moejax.kernels.grouped import grouped_matmul
 from moejax.kernels.kernel import BACKENDS, Backends, Kernel, Tiles
 from moejax.kernels.mx_grouped import MXOptions, MXWeights, mx_grouped_matmul, quantize_weights
@@ -16,6 +17,7 @@ __all__ = [
     "MXWeights",
     "Tiles",
     "dequantize",
+    "gated_matmul",
     "grouped_matmul",
     "mx_grouped_matmul",
     "quantize",
