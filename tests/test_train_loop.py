@@ -17,7 +17,7 @@ from moejax.train.checkpoint import Checkpoints
 from moejax.train.guards import Preempted, TrainingStopped
 
 KEYS = {"step", "loss", "ce_loss", "balance_loss", "z_loss", "grad_norm", "learning_rate", "tokens"}
-KEYS |= {"tokens_per_second", "step_seconds", "skipped_steps"}
+KEYS |= {"tokens_per_second", "step_seconds", "skipped_steps", "moe/gerrymandering_alarms"}
 TIMES = ("tokens_per_second", "step_seconds")
 TOKENS_PER_STEP = 7 * 8 + 3
 

@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from train_toy import toy_config
 
@@ -54,7 +55,7 @@ def test_resuming_drops_rows_past_the_checkpoint_and_a_half_written_line(tmp_pat
 
 def test_tensorboard_holds_every_number(tmp_path):
     writer, folder = _writer(tmp_path)
-    writer.write({"step": 4, "loss": 2.5, "eval/loss": 1.25, "grad_norm": float("nan")})
+    writer.write({"step": 4, "loss": 2.5, "eval/loss": 1.25, "grad_norm": float("nan"), "counts": np.ones((2, 2))})
     writer.close()
     (file,) = folder.tensorboard.glob("events*")
     assert {(tag, step): value for tag, step, value in _scalars(file)} == {("loss", 4): 2.5, ("eval/loss", 4): 1.25}

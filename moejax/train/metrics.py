@@ -109,7 +109,11 @@ class _JsonLines:
 
 
 class _TensorBoard:
-    """An event file. Written here and now: SummaryWriter's queue and threads gain nothing at a row per logged step."""
+    """An event file with the numbers of rows; lists are for metrics.jsonl alone.
+
+    Written here and now: SummaryWriter's queue and threads gain nothing at a row per logged step, and on a full disk
+    they print errors of their own at exit.
+    """
 
     def __init__(self, path: Path, step: int) -> None:
         self._path = path
@@ -127,7 +131,7 @@ class _TensorBoard:
             self._file.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def write(self, row: Row) -> None:
-        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
+        numbers = {key: value for key, value in row.items() if key != "step" and isinstance(value, int | float)}
         values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
         self._add(step=row["step"], summary=Summary(value=values))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
