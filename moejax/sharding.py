@@ -98,7 +98,9 @@ def _rules(config: ShardingConfig) -> tuple[dict[str, tuple[str, ...]], dict[str
     compute = {**COMPUTE_RULES, **config.compute}
     storage = {**STORAGE_RULES, **config.storage}
     if tuple(compute.get("experts", ())) != (EXPERT,):
-        raise UserError(f"sharding.compute.experts={list(compute['experts'])}: must be [expert]; set mesh.expert=1 for none")
+        raise UserError(
+            f"sharding.compute.experts={list(compute['experts'])}: must be [expert]; set mesh.expert=1 for none"
+        )
     for dim, axes in compute.items():
         bad = set(axes) & (set(TOKEN_AXES) - ({EXPERT} if dim == "experts" else set()))
         if bad:
@@ -109,7 +111,9 @@ def _rules(config: ShardingConfig) -> tuple[dict[str, tuple[str, ...]], dict[str
     return compute, storage
 
 
-def _layout(name: str, shape: tuple[int, ...], dims: tuple[str, ...], mesh: MeshConfig, config: ShardingConfig) -> Layout:
+def _layout(
+    name: str, shape: tuple[int, ...], dims: tuple[str, ...], mesh: MeshConfig, config: ShardingConfig
+) -> Layout:
     compute_rules, storage_rules = _rules(config)
     compute = tuple(compute_rules.get(dim, ()) for dim in dims)
     extra = tuple(storage_rules.get(dim, ()) for dim in dims)
@@ -122,7 +126,9 @@ def _layout(name: str, shape: tuple[int, ...], dims: tuple[str, ...], mesh: Mesh
         )
     for size, dim, axes in zip(shape, dims, compute, strict=True):
         if size % mesh.group(axes):
-            raise UserError(f"{name}: {dim}={size} is not divisible by mesh axes {list(axes)} of size {mesh.group(axes)}")
+            raise UserError(
+                f"{name}: {dim}={size} is not divisible by mesh axes {list(axes)} of size {mesh.group(axes)}"
+            )
     note = ""
     if int(np.prod(shape)) < config.replicate_below:
         note = f"small: under {config.replicate_below} elements"

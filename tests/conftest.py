@@ -12,8 +12,8 @@ if version("jaxlib").startswith("0.10."):
     FAST_COMPILE.append("--xla_cpu_use_fusion_emitters=false")  # later versions do not know this flag
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST_COMPILE]).strip()
 
-import jax
-import pytest
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 NUM_DEVICES = 8
 

@@ -31,7 +31,10 @@ def _attention(x, w, segments, positions, window, config):
         q, k = (_norm(t, w[n]["scale"], config.model.norm_eps) for t, n in ((q, "query_norm"), (k, "key_norm")))
     if a.qk_norm == "full":
         flat = [t.reshape(len(x), -1) for t in (q, k)]
-        flat = [_norm(t, w[n]["scale"], config.model.norm_eps) for t, n in zip(flat, ("query_norm", "key_norm"), strict=True)]
+        flat = [
+            _norm(t, w[n]["scale"], config.model.norm_eps)
+            for t, n in zip(flat, ("query_norm", "key_norm"), strict=True)
+        ]
         q, k = flat[0].reshape(q.shape), flat[1].reshape(k.shape)
     q, k = _rope(q, positions, a.rope_theta), _rope(k, positions, a.rope_theta)
     group = a.num_heads // a.num_kv_heads
@@ -103,5 +106,7 @@ def reference_loss(params, batch, config: Config):
     n = tokens.sum().astype(jnp.float32)
     layers = max(config.model.num_moe_layers, 1)
     parts = {"ce_loss": ce.sum() / n, "balance_loss": balance.sum() / n / layers, "z_loss": z.sum() / n / layers}
-    loss = parts["ce_loss"] + config.loss.balance_weight * parts["balance_loss"] + config.loss.z_weight * parts["z_loss"]
+    loss = (
+        parts["ce_loss"] + config.loss.balance_weight * parts["balance_loss"] + config.loss.z_weight * parts["z_loss"]
+    )
     return loss, parts | {"counts": counts.sum(0)}

@@ -39,7 +39,9 @@ def test_attention(monkeypatch, window, block):
     np.testing.assert_allclose(got, numpy_attention(q, k, v, segments, window), atol=2e-6)
 
     probe = rng.normal(size=q.shape)
-    grads = jax.grad(lambda *a: jnp.sum(attention(*a, jnp.asarray(segments), window) * jnp.asarray(probe, jnp.float32)), (0, 1, 2))(*arrays)
+    grads = jax.grad(
+        lambda *a: jnp.sum(attention(*a, jnp.asarray(segments), window) * jnp.asarray(probe, jnp.float32)), (0, 1, 2)
+    )(*arrays)
     for i, (array, grad) in enumerate(zip((q, k, v), grads, strict=True)):
         direction = rng.normal(size=array.shape)
         moved = [[a + s * 1e-5 * direction if i == j else a for j, a in enumerate((q, k, v))] for s in (1, -1)]
@@ -84,7 +86,9 @@ def test_rms_norm_and_swiglu():
     rng = np.random.default_rng(3)
     x, scale = rng.normal(size=(3, 7)), rng.normal(size=7)
     want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * scale
-    np.testing.assert_allclose(rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-3), want, rtol=1e-5)
+    np.testing.assert_allclose(
+        rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-3), want, rtol=1e-5
+    )
     gate_up, down = rng.normal(size=(7, 2, 5)), rng.normal(size=(5, 7))
     gate, up = x @ gate_up[:, 0], x @ gate_up[:, 1]
     got = swiglu(*(jnp.asarray(a, jnp.float32) for a in (x, gate_up, down)))

@@ -67,7 +67,9 @@ def reference(model: str):
     params = jax.device_get(tiny.program(run).init(0).params)
     batch = {key: np.asarray(value) for key, value in tiny.batch(run).items()}
     with jax.numpy_dtype_promotion("standard"):
-        (loss, parts), grads = jax.jit(jax.value_and_grad(lambda p: reference_loss(p, batch, run), has_aux=True))(params)
+        (loss, parts), grads = jax.jit(jax.value_and_grad(lambda p: reference_loss(p, batch, run), has_aux=True))(
+            params
+        )
     return float(loss), parts, grads
 
 
@@ -111,7 +113,9 @@ def test_gradients_equal_dense_oracle(model, data, expert, microbatches, gather,
     for key in ("ce_loss", "balance_loss", "z_loss"):
         np.testing.assert_allclose(float(metrics[key]), float(parts[key]), rtol=1e-5)
     counts = np.asarray(parts["counts"], np.float64)
-    np.testing.assert_allclose(float(metrics["moe/requested_max_over_mean"]), (counts.max(1) / counts.mean(1)).max(), rtol=1e-6)
+    np.testing.assert_allclose(
+        float(metrics["moe/requested_max_over_mean"]), (counts.max(1) / counts.mean(1)).max(), rtol=1e-6
+    )
     assert_trees_close(jax.device_get(grads), want, program.decoder.dims, 1e-5)
     norm = np.sqrt(sum(np.sum(np.square(np.asarray(g, np.float64))) for g in jax.tree.leaves(want)))
     np.testing.assert_allclose(float(metrics["grad_norm"]), norm, rtol=1e-5)

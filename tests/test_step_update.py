@@ -79,7 +79,7 @@ def test_muon_does_not_depend_on_the_mesh():
 
 def test_bfloat16_follows_float32(prepared):
     """Gradients in bfloat16 point where those in float32 do, in every leaf, and come as float32."""
-    program, batch, want, metrics = prepared
+    program, _, want, metrics = prepared
     run = dataclasses.replace(program.config, model=dataclasses.replace(program.config.model, dtype="bfloat16"))
     half = tiny.program(run)
     grads, half_metrics = jax.jit(half.gradients)(half.init(0).params, half.put(tiny.batch(run)))

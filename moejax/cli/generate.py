@@ -20,7 +20,12 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens to sample at most (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 for the likeliest token (default 0.8)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="sample from the likeliest tokens of this total probability (default 0.95)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="sample from the likeliest tokens of this total probability (default 0.95)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with step, prompt and text")
     parser.set_defaults(run=run)

@@ -16,7 +16,9 @@ QUERY_BLOCK = 512
 """Queries per block, in tokens."""
 
 
-def _block(q: jax.Array, k: jax.Array, v: jax.Array, same: jax.Array, offset: jax.Array | int, window: int | None) -> jax.Array:
+def _block(
+    q: jax.Array, k: jax.Array, v: jax.Array, same: jax.Array, offset: jax.Array | int, window: int | None
+) -> jax.Array:
     """Attention of queries to keys; `offset` is the place of the first query minus that of the first key."""
     distance = offset + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]
     mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
@@ -24,7 +26,9 @@ def _block(q: jax.Array, k: jax.Array, v: jax.Array, same: jax.Array, offset: ja
         return jax.nn.dot_product_attention(q, k, v, mask=(mask[None] & same)[:, None])
 
 
-def attention(q_BSHd: jax.Array, k_BSKd: jax.Array, v_BSKd: jax.Array, segments_BS: jax.Array, window: int | None) -> jax.Array:
+def attention(
+    q_BSHd: jax.Array, k_BSKd: jax.Array, v_BSKd: jax.Array, segments_BS: jax.Array, window: int | None
+) -> jax.Array:
     """Attention of each token to tokens of its own segment at or before it.
 
     Args:

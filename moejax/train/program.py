@@ -59,7 +59,9 @@ class Program:
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a global batch."""
-        return {key: jax.ShapeDtypeStruct(self.batch_shape, jnp.int32, sharding=self.batch_sharding) for key in BATCH_KEYS}
+        return {
+            key: jax.ShapeDtypeStruct(self.batch_shape, jnp.int32, sharding=self.batch_sharding) for key in BATCH_KEYS
+        }
 
     def init(self, seed: int) -> TrainState:
         """State of step 0, made on the devices in its sharding."""

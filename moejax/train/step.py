@@ -127,7 +127,7 @@ def evaluation_function(decoder: Decoder, layouts: Params, config: Config, mesh:
 def update(
     state: TrainState, grads: Params, metrics: Params, optimizer: optax.GradientTransformation, clip_norm: float | None
 ) -> tuple[TrainState, Params]:
-    """Clip, and apply the optimizer to the storage shards; a step that is not finite changes nothing but its counters."""
+    """Clip, and apply the optimizer to the storage shards. A step that is not finite changes its counters alone."""
     norm = metrics["grad_norm"]
     finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
     if clip_norm is not None:
