@@ -5,6 +5,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moejax.cli import bench_figures
 from moejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def register(subparsers: Any) -> None:
     kernels.add_argument("--out", default="bench", help="folder of the results (default: bench)")
     kernels.add_argument("--tune", action="store_true", help="measure tiles instead, and write kernel-table.json")
     kernels.set_defaults(run=run)
+    bench_figures.register(kinds)
 
 
 def _positive(text: str) -> int:

@@ -143,8 +143,9 @@ def split_command_line(argv: Sequence[str]) -> tuple[list[str], list[str], list[
 
 
 def verbs() -> list[str]:
-    """Return the verbs: the files of this folder."""
-    return sorted(module.name for module in pkgutil.iter_modules(cli.__path__) if module.name != "main")
+    """Return the verbs: the files of this folder, but those with an underscore, which are parts of a verb."""
+    names = (module.name for module in pkgutil.iter_modules(cli.__path__))
+    return sorted(name for name in names if name != "main" and "_" not in name)
 
 
 def _parser(arguments: Sequence[str]) -> Parser:
