@@ -10,7 +10,7 @@ import tiny
 from jax.sharding import PartitionSpec
 
 from moejax.axes import BATCH_AXES, CONTEXT, TOKEN_AXES
-from moejax.config import LayerGroup, LossConfig, MoEModelConfig
+from moejax.config import LayerGroup, LayerSpec, LossConfig, MoEModelConfig
 from moejax.model.decoder import Sums
 from moejax.moe.balance import moved_bias, sequence_sum, z_loss_sum
 from moejax.moe.router import RouterWeights, route
@@ -158,19 +158,31 @@ def test_moved_bias_equals_numpy():
 
 
 def test_training_step_moves_the_bias_by_the_load_of_the_whole_batch():
-    model = dataclasses.replace(
-        tiny.MODEL, layers=(LayerGroup(2),), moe=dataclasses.replace(tiny.MODEL.moe, selection_bias=True, shared_dim=0)
-    )
+    """Layers of three kinds of groups: the load of a layer moves the bias of that layer and of no other."""
+    dense, moe = LayerSpec("dense"), LayerSpec("moe")
+    layers = (LayerGroup(1, (dense,)), LayerGroup(2, (dense, moe)), LayerGroup(1, (moe,)))
+    m = dataclasses.replace(tiny.MODEL.moe, selection_bias=True, shared_dim=0)
+    model = dataclasses.replace(tiny.MODEL, layers=layers, moe=m)
     run = tiny.config(2, 1, 2, model=model, loss=LossConfig(balance_weight=0.0, bias_rate=0.02))
     program = tiny.program(run)
     state = program.init(0)
-    before = jax.device_get(state.params["groups_0"]["0"]["ffn"]["selection_bias"])
-    assert before.shape == (2, 8)
-    assert not before.any()
-    batch = program.put(tiny.batch(run))
-    state, metrics = program.train_step(state, batch)
-    got = jax.device_get(state.params["groups_0"]["0"]["ffn"]["selection_bias"])
+    state, metrics = program.train_step(state, program.put(tiny.batch(run)))
+    got = [
+        jax.device_get(state.params[g][i]["ffn"]["selection_bias"]) for g, i in (("groups_1", "1"), ("groups_2", "0"))
+    ]
     requested = np.asarray(metrics["moe/requested"], np.float64)
-    assert requested.sum() == 2 * run.model.moe.top_k * int(metrics["tokens"])
+    assert requested.sum() == 3 * m.top_k * int(metrics["tokens"])
+    assert len({tuple(row) for row in requested}) == 3
     sign = np.sign(requested.mean(1, keepdims=True) - requested)
-    np.testing.assert_allclose(got, 0.02 * (sign - sign.mean(1, keepdims=True)), rtol=1e-5)
+    want = 0.02 * (sign - sign.mean(1, keepdims=True))
+    np.testing.assert_allclose(got[0], want[:2], rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[2:], rtol=1e-5)
+    assert not any(np.asarray(leaf).any() for leaf in moments_of_bias(state.opt_state))
+
+
+def moments_of_bias(opt_state) -> list:
+    """Optimizer state of the selection biases: it stays zero, so the optimizer moves none of them."""
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    found = [leaf for path, leaf in leaves if "selection_bias" in jax.tree_util.keystr(path)]
+    assert found
+    return found

@@ -135,6 +135,8 @@ class Decoder:
         params, first = dict(params), 0
         for name, group in self.groups.items():
             moe = [key for key, block in group.blocks.items() if "router" in block.shapes["ffn"]]
+            if not moe:
+                continue
             last = first + group.repeat * len(moe)
             requested = requested_LE[first:last].reshape(group.repeat, len(moe), -1)
             first, params[name] = last, dict(params[name])
