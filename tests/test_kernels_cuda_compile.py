@@ -14,7 +14,9 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.kernels import gated_matmul, grouped_matmul, target
+from moejax.kernels import Backends, Kernel, gated_matmul, grouped_matmul, target
+from moejax.kernels.bench import grouped
+from moejax.kernels.tune import TILES
 
 pytestmark = [
     pytest.mark.skipif(
@@ -94,3 +96,22 @@ def test_fused_gate_and_up_compiles():
     assert "moejax_gated" in text
     assert memory is not None
     assert memory.temp_size_in_bytes < 2 * m * 2 * f + (1 << 20)  # the projections, which backward would read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "dgrad", "wgrad"])
+def test_every_tuning_candidate_compiles(direction):
+    """`bench kernels --tune` drops tiles that fail, which is no reason to ship ones that do."""
+    mesh = _mesh("h200")
+    m, k, n, groups = 16384, 2048, 2048, 8
+    shapes = {"x": (m, k), "grad": (m, n), "gate_up": (groups, k, n), "sizes": (groups,)}
+    data = {
+        name: jax.ShapeDtypeStruct(
+            shape, jnp.int32 if name == "sizes" else jnp.bfloat16, sharding=NamedSharding(mesh, P())
+        )
+        for name, shape in shapes.items()
+    }
+    for tiles in TILES["gpu"]["wgrad" if direction == "wgrad" else "gmm"]:
+        function = grouped(direction, Backends.all(Kernel("gpu", tiles)))
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=True)
+        assert jax.jit(mapped).lower(data).compile() is not None, tiles
