@@ -117,8 +117,8 @@ def test_third_bad_step_in_a_row_stops():
 
 
 def test_mesh_may_be_smaller_than_the_simulated_devices_but_not_larger():
-    distributed.start(Config(mesh=MeshConfig(data=4)))
-    distributed.start(Config(mesh=MeshConfig(data=8)))
+    assert distributed.start(Config(mesh=MeshConfig(data=4))).devices.size == 4
+    assert distributed.start(Config(mesh=MeshConfig(data=2, expert=4))).devices.shape == (1, 2, 1, 4, 1)
     with pytest.raises(UserError, match=r"data=8, expert=2.*needs 16 simulated devices.*runs with 8.*restart"):
         distributed.start(Config(mesh=MeshConfig(data=8, expert=2)))
     assert jax.device_count() == 8

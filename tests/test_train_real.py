@@ -39,10 +39,10 @@ TIMES = ("tokens_per_second", "step_seconds")
 _programs: dict[str, Program] = {}
 
 
-def _program(config):
+def _program(config, mesh):
     """The program of a configuration; runs that differ in their folder alone share it, so it compiles once."""
     key = repr(replace(config, run=RunConfig(), checkpoint=CheckpointConfig()))
-    return _programs.setdefault(key, Program(config))
+    return _programs.setdefault(key, Program(config, mesh))
 
 
 def _untimed(rows):
@@ -84,8 +84,8 @@ def test_rows_have_every_key(whole):
 class _Signalled:
     """The program, with SIGTERM on its way when step `at` is taken."""
 
-    def __init__(self, config, at):
-        self._program, self._left = _program(config), at
+    def __init__(self, config, mesh, at):
+        self._program, self._left = _program(config, mesh), at
 
     def __getattr__(self, name):
         return getattr(self._program, name)
@@ -101,7 +101,7 @@ def _interrupted(settings, root):
     """A run that saved after step 3 and left; returns its configuration."""
     config = load_config(settings[0], [*settings[1], f"run.root={root}", "run.name=cut"])
     with pytest.raises(Preempted, match="step 3 of 6"):
-        Trainer(config, make_program=lambda config: _Signalled(config, 3)).run()
+        Trainer(config, make_program=lambda config, mesh: _Signalled(config, mesh, 3)).run()
     return config
 
 

@@ -178,7 +178,7 @@ def toy_trainer(config, poison=(), program=toy_program):
     """A Trainer of the toy model."""
     from moejax.train.trainer import Trainer
 
-    return Trainer(config, make_program=lambda c: program(c, poison), make_loader=ToyLoader)
+    return Trainer(config, make_program=lambda c, mesh: program(c, poison), make_loader=ToyLoader)
 
 
 def _die():

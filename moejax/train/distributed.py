@@ -10,10 +10,12 @@ import re
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from moejax.axes import AXES
 from moejax.config import Config
 from moejax.errors import UserError
+from moejax.sharding import make_mesh
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "MOEJAX_COORDINATOR", "MOEJAX_NUM_PROCESSES", "MOEJAX_PROCESS_ID"
 """Set by `moejax launch local` for each process: HOST:PORT of process 0, how many there are, which one this is."""
@@ -25,11 +27,11 @@ PEER_TIMEOUT_SECONDS = 20
 _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
-def start(config: Config) -> None:
-    """Join the run's other processes and make sure that there are as many devices as the mesh has.
+def start(config: Config) -> Mesh:
+    """Join the run's other processes, make sure that there are as many devices as the mesh has, and return the mesh.
 
     On a machine without accelerators the devices are simulated, `config.mesh.size` over all processes. Calling it
-    again is allowed as long as the mesh fits into the devices that already run.
+    again is allowed as long as the mesh fits into the devices that already run; it takes the first of them.
 
     Raises:
         UserError: The mesh does not fit the machine, or JAX already runs with too few devices.
@@ -38,6 +40,7 @@ def start(config: Config) -> None:
         _join()
     _simulate(config)
     _check(config)
+    return make_mesh(config.mesh, jax.devices()[: config.mesh.size])
 
 
 def _join() -> None:

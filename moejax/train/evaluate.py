@@ -66,8 +66,7 @@ def evaluate_run(config: Config) -> dict[str, Any]:
         UserError: There is no checkpoint, or it is one of another model.
     """
     folder = RunFolder(config)
-    distributed.start(config)
-    program = Program(config)
+    program = Program(config, distributed.start(config))
     with contextlib.closing(Checkpoints(folder.checkpoints, read_only=True)) as checkpoints:
         step = checkpoints.newest()
         if step is None:

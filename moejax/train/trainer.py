@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from moejax.config import Config
 from moejax.data.loader import Loader
@@ -23,7 +24,7 @@ class Trainer:
 
     Args:
         config: The run.
-        make_program: Compiles a configuration; a `Program` by default.
+        make_program: Compiles a configuration for a mesh; a `Program` by default.
         make_loader: Makes the loader of a split, `train` or `heldout`; a `Loader` by default.
 
     Raises:
@@ -33,10 +34,10 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        make_program: Callable[[Config], Any] = Program,
+        make_program: Callable[[Config, Mesh], Any] = Program,
         make_loader: Callable[..., Any] = Loader,
     ) -> None:
-        distributed.start(config)
+        self.mesh = distributed.start(config)
         self.config = config
         self.folder = RunFolder(config)
         self._make_program, self._make_loader = make_program, make_loader
@@ -68,7 +69,7 @@ class Trainer:
     def _session(self, checkpoints: Checkpoints, report: Report, step: int | None, meta: dict[str, Any]) -> Session:
         quiet = jax.process_index() != 0
         train, held_out = (self._make_loader(self.config, split, quiet=quiet) for split in ("train", "heldout"))
-        program = self._make_program(self.config)
+        program = self._make_program(self.config, self.mesh)
         return Session(self.config, self.folder, program, train, held_out, checkpoints, report, step, meta)
 
     def _refuse_changes(self, checkpoints: Checkpoints, step: int, meta: dict[str, Any]) -> None:
@@ -79,7 +80,7 @@ class Trainer:
                 "over in the same folder: choose another run.name, or delete this folder"
             )
         if changes := model_changes(meta["config"], self.config):
-            wanted = self._make_program(self.config).abstract_state.params
+            wanted = self._make_program(self.config, self.mesh).abstract_state.params
             tensors = ", ".join(checkpoints.differences(step, {"params": wanted})) or "none in shape"
             raise UserError(
                 f"{self.folder.path}: holds a run of another model. Options that differ: {', '.join(changes)}. "
