@@ -54,14 +54,14 @@ def test_result_and_gradients(kernel, gather):
         used_tokens = tokens if gather else np.where(dead[:, None], np.float32(np.nan), tokens)
         poisoned = np.where(dead, np.float32(np.nan), scale), np.where(dead[:, None], np.float32(np.nan), grad)
         out, d_tokens, d_gate_up, d_scale = run(used_tokens, gate_up, *poisoned, sizes, used_index)
-        x = tokens[index] if gather else tokens
+        x = tokens if index is None else tokens[index]
         want, d_x, want_gate_up, summands = _oracle(x, gate_up, sizes, scale, grad)
         assert oracle.worst_row_group(out, np.where(dead[:, None], 0, want), sizes) < 2e-6, name
         assert oracle.worst_weight_group(d_gate_up, want_gate_up, sizes) < 2e-6, name
         assert (np.asarray(d_scale)[dead] == 0).all(), name
         error = np.abs(d_scale - summands.sum(1))  # summands cancel: their magnitudes are the scale of rounding
         assert (error <= 2e-6 * np.abs(summands).sum(1)).all(), name
-        if gather:
+        if index is not None:
             want_tokens = np.zeros((T, K))
             np.add.at(want_tokens, index[:live], d_x[:live])
             assert oracle.relative_error(d_tokens, want_tokens) < 2e-6, name

@@ -1,0 +1,87 @@
+"""The public function: arguments that do not fit, types of results, transposed weights, vmap, and no rows at all."""
+
+import jax
+import jax.numpy as jnp
+import kernels_oracle as oracle
+import numpy as np
+import pytest
+
+from moejax.errors import UserError
+from moejax.kernels import Backends, Kernel, dispatch, grouped_matmul
+
+LHS, RHS, SIZES = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 3])
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments"),
+    [
+        (ValueError, (LHS[0], RHS, SIZES)),
+        (ValueError, (LHS, RHS[0], SIZES)),
+        (ValueError, (LHS[:, :3], RHS, SIZES)),
+        (ValueError, (LHS, RHS, SIZES[:1])),
+        (TypeError, (LHS.astype(jnp.bfloat16), RHS, SIZES)),
+        (TypeError, (LHS, RHS, SIZES.astype(jnp.float32))),
+    ],
+)
+def test_arguments_that_do_not_fit(error, arguments):
+    with pytest.raises(error, match="do not fit"):
+        grouped_matmul(*arguments)
+
+
+def test_unknown_backend_and_wrong_accumulator():
+    with pytest.raises(UserError, match="did you mean 'reference'"):
+        grouped_matmul(LHS, RHS, SIZES, backend="referense")
+    with pytest.raises(TypeError, match="must be float32"):
+        dispatch.wgrad(LHS, LHS, SIZES, kernel=Kernel("cpu"), accumulator=jnp.zeros((2, 4, 4), jnp.bfloat16))
+
+
+def test_directions_can_differ_and_types_are_kept():
+    rng = np.random.default_rng(0)
+    sizes = np.array([20, 0, 33], np.int32)
+    lhs, rhs = (oracle.round_to(rng.standard_normal(s), "bfloat16") for s in ((60, 24), (3, 16, 24)))
+    grad = rng.standard_normal((60, 16)).astype(np.float32)
+
+    @jax.jit
+    def run(lhs, rhs, grad):
+        def product(lhs, rhs):
+            backends = Backends(Kernel("cpu"), Kernel("padded", max_group_size=33), Kernel("xla"))
+            return grouped_matmul(
+                lhs, rhs, jnp.asarray(sizes), backend=backends, transpose_rhs=True, preferred_element_type=jnp.float32
+            )
+
+        out, pullback = jax.vjp(product, lhs, rhs)
+        return out, *pullback(grad)
+
+    out, grad_lhs, grad_rhs = run(lhs, rhs, grad)
+    assert (out.dtype, grad_lhs.dtype, grad_rhs.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    rounded = oracle.round_to(grad, "bfloat16")
+    assert oracle.worst_row_group(out, oracle.gmm(lhs, rhs.swapaxes(1, 2), sizes), sizes) < 1e-6
+    assert oracle.worst_row_group(grad_lhs, oracle.gmm(rounded, rhs, sizes), sizes) < 4e-3
+    assert oracle.worst_weight_group(grad_rhs, oracle.wgrad(rounded, lhs, sizes), sizes) < 4e-3
+
+
+def test_padded_drops_rows_beyond_its_bound():
+    lhs, rhs = jnp.ones((6, 4)), jnp.ones((2, 4, 3))
+    out = grouped_matmul(lhs, rhs, jnp.array([4, 2]), backend=Kernel("padded", max_group_size=3))
+    np.testing.assert_array_equal(out[:, 0], [4, 4, 4, 0, 4, 4])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "xla", "padded", "reference"])
+def test_vmap_and_no_rows(backend):
+    rng = np.random.default_rng(1)
+    lhs = rng.standard_normal((2, 20, 8)).astype(np.float32)
+    rhs = rng.standard_normal((2, 3, 8, 5)).astype(np.float32)
+    sizes = np.array([[5, 0, 12], [1, 19, 0]], np.int32)
+
+    def loss(lhs, rhs, sizes):
+        return jnp.sum(grouped_matmul(lhs, rhs, sizes, backend=backend) ** 2)
+
+    got = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1))))(lhs, rhs, sizes)
+    for i in range(2):
+        grad = 2 * oracle.gmm(lhs[i], rhs[i], sizes[i])
+        want = oracle.gmm(grad, rhs[i].swapaxes(1, 2), sizes[i])
+        assert oracle.worst_row_group(got[0][i], want, sizes[i]) < 1e-6
+        assert oracle.worst_weight_group(got[1][i], oracle.wgrad(lhs[i], grad, sizes[i]), sizes[i]) < 1e-6
+    grads = jax.grad(loss, argnums=(0, 1))(lhs[0, :0], rhs[0], np.zeros(3, np.int32))
+    assert grads[0].shape == (0, 8)
+    assert (np.asarray(grads[1]) == 0).all()
