@@ -93,15 +93,12 @@ def test_microbatch_gathers_once_in_every_microbatch() -> None:
 @pytest.mark.parametrize(("gather", "microbatches"), [("step", 1), ("step", 4), ("layer", 1), ("layer", 4)])
 def test_rows_cross_twice_forward_and_twice_backward(gather: str, microbatches: int) -> None:
     found, _ = compiled(gather, microbatches)
-    width = MODEL.d_model
-    rows = [item for item in found if item.kind == "all-to-all" and item.shapes[0][-1] == width]
-    assert count(rows, "all-to-all", backward=False) == 2 * MOE_LAYERS * microbatches
-    assert count(rows, "all-to-all", backward=True) == 2 * MOE_LAYERS * microbatches
-    narrow = [item for item in found if item.kind == "all-to-all" and item not in rows]  # weights, and row numbers
-    assert count(narrow, "all-to-all", backward=False) == MOE_LAYERS * microbatches
-    assert count(narrow, "all-to-all", backward=True) == MOE_LAYERS * microbatches
-    assert count(narrow, "all-to-all", "s32") == MOE_LAYERS * microbatches
-    assert sum(item.bytes for item in narrow) * width / 3 < sum(item.bytes for item in rows)
+    rows = Counter()
+    for item in found:
+        if item.kind == "all-to-all":
+            assert MODEL.d_model <= item.shapes[0][-1] <= MODEL.d_model + 2  # weights and places ride with the row
+            rows["transpose(" in item.scope] += item.tensors
+    assert rows == {False: 2 * MOE_LAYERS * microbatches, True: 2 * MOE_LAYERS * microbatches}
     assert count(found, "all-gather", "s32") == MOE_LAYERS * microbatches  # counts of routes, of each layer's plan
 
 

@@ -181,10 +181,13 @@ def _of_experts(config: Config) -> Iterator[tuple[Key, int, int]]:
         yield move(COMBINE, "all-gather", count, everyone * row)
         return
     kind = "all-to-all" if exchange == "padded" else "ragged-all-to-all"
-    if exchange == "padded" or config.moe.deduplicate:
-        yield move(PLAN, kind, count + again, 4 * sizes.arriving * sizes.lanes, "s32")
-    yield move(DISPATCH, kind, 2 * count + again, sizes.arriving * row)
-    yield move(DISPATCH, kind, 2 * count + again, 4 * sizes.arriving * sizes.lanes, "f32")
+    small = 4 * sizes.lanes  # routing weights of a row, and where its routes go
+    there = small + (small if exchange == "padded" or config.moe.deduplicate else 0)
+    bits = f"u{8 * width}"  # row, weights and places cross as one array
+    if exchange == "ragged" and config.moe.deduplicate:
+        yield move(PLAN, "all-gather", count * (2 if recomputed else 1), 4 * ranks * ranks, "s32")
+    yield move(DISPATCH, kind, count + again, sizes.arriving * (row + there), bits)
+    yield move(DISPATCH, kind, count, sizes.arriving * (row + small), bits)
     yield move(COMBINE, kind, 2 * count, sizes.arriving * row)
 
 
