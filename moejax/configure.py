@@ -80,6 +80,8 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(document, dict):
         raise UserError(f"{path}: must hold sections such as 'mesh:' with indented 'key: value' lines")
+    if set(document) == {"description"}:
+        raise UserError(f"{path}: describes a model that the trainer cannot build yet; see 'moejax params {path}'")
     return document
 
 

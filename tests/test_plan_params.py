@@ -9,12 +9,13 @@ import tiny
 
 from moejax.cli.main import main
 from moejax.config import AttentionConfig
+from moejax.configure import load_config
 from moejax.errors import UserError
 from moejax.model.decoder import Decoder
 from moejax.plan.description import FFN, Description, Group, Layer
 from moejax.plan.mixers import Attention
 from moejax.plan.parameters import module_counts
-from moejax.plan.presets import names, read_model
+from moejax.plan.presets import folder, names, read_model
 
 MODULES = {"mixtral-8x7b", "olmoe-1b-7b", "qwen3-235b-a22b"}
 """Presets that the trainer builds."""
@@ -79,6 +80,11 @@ def test_table_names_every_model(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_model_names_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean 'mixtral-8x7b'"):
         read_model("mixtral-7x8b")
+
+
+def test_a_description_is_no_run() -> None:
+    with pytest.raises(UserError, match="cannot build yet; see 'moejax params"):
+        load_config(folder() / "dbrx.yaml")
 
 
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
