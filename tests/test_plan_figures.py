@@ -61,9 +61,13 @@ def test_a_point_is_measured_on_this_machine() -> None:
 
 
 def test_planned_figures_have_the_reports_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "capacity", CONFIG, "--target", "b300x8", "--experts", "8", "128", "--out", str(tmp_path)]) == 0
+    assert (
+        main(["bench", "capacity", CONFIG, "--target", "b300x8", "--experts", "8", "128", "--out", str(tmp_path)]) == 0
+    )
     rows = read(tmp_path / "capacity.csv")
-    rows = [{**row, "experts": int(row["experts"]), "tokens_per_second": float(row["tokens_per_second"])} for row in rows]
+    rows = [
+        {**row, "experts": int(row["experts"]), "tokens_per_second": float(row["tokens_per_second"])} for row in rows
+    ]
     share = retained(rows, "experts")
     assert share["step with EP"] > 0.8
     assert share["layer (FSDP)"] < 0.5

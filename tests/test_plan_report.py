@@ -211,7 +211,9 @@ def test_command_writes_json_and_page(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--target", "v5p", "--chips", "7", "--mesh.expert=2"], "--chips=7: must be a multiple of 2"),
     ],
 )
-def test_bad_arguments_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments, message: str) -> None:
+def test_bad_arguments_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments, message: str
+) -> None:
     config = tmp_path / "small.yaml"
     config.write_text("run: {name: small}\n")
     assert main(["plan", str(config), *arguments]) == 2

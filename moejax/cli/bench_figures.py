@@ -51,7 +51,9 @@ def register(kinds: Any) -> None:
     )
 
 
-def _add_experiment(kinds: Any, name: str, text: str, description: str, over: tuple[str, list[int], str], run: Any) -> None:
+def _add_experiment(
+    kinds: Any, name: str, text: str, description: str, over: tuple[str, list[int], str], run: Any
+) -> None:
     more = f" Runs on this machine's devices, or plans for a target. Writes {name}.csv and {name}.svg."
     example = f"example: moejax bench {name} configs/bench-capacity.yaml --steps 3"
     parser = kinds.add_parser(name, help=text, description=description + more, epilog=example)

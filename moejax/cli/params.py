@@ -44,7 +44,18 @@ def _table(models: list[dict[str, Any]]) -> Table:
 
     table = Table(caption="difference of active: by the convention that comes nearest", caption_justify="left")
     table.add_column("model")
-    for title in ("total", "active", "- embedding", "- head", "alpha_E", "alpha_P", "gap", "MTP", "published", "differs"):
+    for title in (
+        "total",
+        "active",
+        "- embedding",
+        "- head",
+        "alpha_E",
+        "alpha_P",
+        "gap",
+        "MTP",
+        "published",
+        "differs",
+    ):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("counted")
     for model in models:

@@ -67,7 +67,9 @@ def read_curve(folder: str, smooth: int = 1) -> Curve:
 
 
 def _curve(name: str, config: Config, rows: Sequence[dict[str, Any]], smooth: int) -> Curve:
-    loss, tokens, speed = (np.array([row[key] for row in rows], float) for key in ("loss", "tokens", "tokens_per_second"))
+    loss, tokens, speed = (
+        np.array([row[key] for row in rows], float) for key in ("loss", "tokens", "tokens_per_second")
+    )
     width = max(1, min(smooth, len(loss)))
     kernel = np.convolve(loss, np.ones(width), "full")[: len(loss)] / np.minimum(np.arange(len(loss)) + 1, width)
     seconds = np.cumsum(np.diff(tokens, prepend=0.0) / speed)

@@ -20,9 +20,8 @@ def memory(config: Config, tensors: Sequence[Tensor]) -> dict[str, int]:
     """Bytes on one device while a step runs, by class; together they are its peak.
 
     Returns:
-        `main weights`, `optimizer state`, `compute weights`, `gradients`, `gradient accumulators` (see
-        `state_memory`); `saved activations` that forward leaves for backward; `exchange buffers` of one layer; and `workspace`: what else
-        one layer, or the loss, needs at its peak.
+        The classes of `state_memory`; `saved activations` that forward leaves for backward; `exchange buffers` of one
+        layer; and `workspace`: what else one layer, or the loss, needs at its peak.
     """
     saved, layer = _activations(config)
     buffers = min(exchange_bytes(config), layer)

@@ -20,7 +20,7 @@ def make_page(report: dict[str, Any]) -> str:
     parts = [*_head(report), *_pictures(report), _traffic(report), *_advice(report), _tensors(report)]
     name = escape(report["run"])
     head = f'<meta charset="utf-8"><title>Plan: {name}</title><style>{_STYLE}</style>'
-    return f"<!doctype html>\n<html lang=\"en\"><head>{head}</head><body>\n{''.join(parts)}</body></html>\n"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{"".join(parts)}</body></html>\n'
 
 
 def _head(report: dict[str, Any]) -> list[str]:
@@ -95,7 +95,12 @@ def _advice(report: dict[str, Any]) -> list[str]:
         found.append(_table("What would help most", ("options", "tokens/s"), rows, 1))
     if report.get("search"):
         rows = [
-            [" ".join(item["change"]), of_seconds(item["step_seconds"]), f"{item['mfu']:.1%}", of_bytes(item["peak_bytes"])]
+            [
+                " ".join(item["change"]),
+                of_seconds(item["step_seconds"]),
+                f"{item['mfu']:.1%}",
+                of_bytes(item["peak_bytes"]),
+            ]
             for item in report["search"]
         ]
         found.append(_table("Layouts that fit, quickest first", ("options", "step", "MFU", "memory"), rows, 1))

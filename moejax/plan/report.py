@@ -148,4 +148,6 @@ def _difference(estimate: int, peak: int) -> str:
         return f"the estimate is within {abs(share):.1%} of the compiler's peak"
     if share > 0:
         return f"the estimate is {share:.1%} above: the compiler reuses memory of classes that are not needed at once"
-    return f"the estimate is {-share:.1%} below: the compiler keeps copies, padding or more temporaries than one layer's"
+    return (
+        f"the estimate is {-share:.1%} below: the compiler keeps copies, padding or more temporaries than one layer's"
+    )

@@ -124,7 +124,9 @@ def search(config: Config, target: Target) -> list[Candidate]:
     experts = config.model.moe.num_experts if config.model.num_moe_layers else 1
     for expert in (size for size in _powers(devices) if devices % size == 0 and experts % size == 0):
         data = devices // expert
-        for turns in (size for size in _powers(config.data.batch_size) if config.data.batch_size % (devices * size) == 0):
+        for turns in (
+            size for size in _powers(config.data.batch_size) if config.data.batch_size % (devices * size) == 0
+        ):
             for gather in ("step", "microbatch", "layer"):
                 if turns == 1 and gather == "microbatch":
                     continue

@@ -61,7 +61,9 @@ def lines(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], x_nam
         colour = COLOURS[index % len(COLOURS)]
         path = " ".join(place(x, y) for x, y in curve)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [f'<circle cx="{at.split(",")[0]}" cy="{at.split(",")[1]}" r="3" fill="{colour}"/>' for at in path.split()]
+        parts += [
+            f'<circle cx="{at.split(",")[0]}" cy="{at.split(",")[1]}" r="3" fill="{colour}"/>' for at in path.split()
+        ]
         parts.append(f'<text x="634" y="{60 + 18 * index}" fill="{colour}">{escape(name)}</text>')
     return _svg(860, 380, parts)
 

@@ -3,22 +3,26 @@
 
 def of_bytes(count: float) -> str:
     """Bytes in binary units, as in `1.50 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    unit = ""
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        count /= 1024
         if abs(count) < 1024:
             break
-        count /= 1024
-    else:
-        unit = "TiB"
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+    return f"{count:.2f} {unit}"
 
 
 def of_count(count: float) -> str:
     """A large number in decimal units, as in `46.7B` (thousand, million, billion, trillion: K, M, B, T)."""
-    for unit in ("", "K", "M", "B", "T", "P"):
-        if abs(count) < 1000 or unit == "P":
-            break
+    if abs(count) < 1000:
+        return f"{count:.0f}"
+    unit = ""
+    for unit in ("K", "M", "B", "T", "P"):
         count /= 1000
-    return f"{count:.0f}" if unit == "" else f"{count:.3g}{unit}" if abs(count) < 100 else f"{count:.0f}{unit}"
+        if abs(count) < 1000:
+            break
+    return f"{count:.3g}{unit}" if abs(count) < 100 else f"{count:.0f}{unit}"
 
 
 def of_seconds(seconds: float) -> str:
