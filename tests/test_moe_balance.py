@@ -14,7 +14,7 @@ from moejax.config import LayerGroup, LayerSpec, LossConfig, MoEModelConfig
 from moejax.model.decoder import Sums
 from moejax.moe.balance import moved_bias, sequence_sum, z_loss_sum
 from moejax.moe.router import RouterWeights, route
-from moejax.moe.statistics import Statistics, count_experts
+from moejax.moe.statistics import Statistics, count_experts, summarize
 from moejax.schedule.sequential import accumulate
 from moejax.sharding import make_mesh
 from moejax.train.step import _requested_of_step, _with_balance
@@ -186,3 +186,37 @@ def moments_of_bias(opt_state) -> list:
     found = [leaf for path, leaf in leaves if "selection_bias" in jax.tree_util.keystr(path)]
     assert found
     return found
+
+
+def test_summary_equals_numpy():
+    rng = np.random.default_rng(0)
+    requested = rng.integers(0, 50, (3, N)).astype(np.int32)
+    requested[1, 2] = 0
+    kept = np.minimum(requested, 30).astype(np.int32)
+    sums = {name: rng.integers(1, 9, 3).astype(np.int32) for name in ("lost_one", "lost_all", "sent", "saved")}
+    sums |= {name: rng.random(3).astype(np.float32) for name in ("weight_sum", "removed_sum", "margin_sum")}
+    zero = np.zeros(3, np.float32)
+    total = Statistics(requested, kept, zero, zero, zero, **sums)
+    got = summarize(jax.tree.map(jnp.asarray, total), jnp.int32(100), 2, 64)
+    ratio = lambda c: (c.max(1) / c.mean(1)).max()  # noqa: E731
+    share = requested / requested.sum(1, keepdims=True)
+    entropy = -(share * np.log(np.where(share > 0, share, 1))).sum(1)
+    want = {
+        "requested_max_over_mean": ratio(requested),
+        "kept_max_over_mean": ratio(kept),
+        "requested_rank_max_over_mean": ratio(requested.reshape(3, 2, -1).sum(-1)),
+        "kept_rank_max_over_mean": ratio(kept.reshape(3, 2, -1).sum(-1)),
+        "entropy_imbalance": (1 - entropy / np.log(N)).max(),
+        "dropped_fraction": 1 - kept.sum() / requested.sum(),
+        "tokens_losing_one": sums["lost_one"].sum() / 300,
+        "tokens_losing_all": sums["lost_all"].sum() / 300,
+        "weight_removed": sums["removed_sum"].sum() / sums["weight_sum"].sum(),
+        "margin": sums["margin_sum"].sum() / 300,
+        "dead_experts": (requested == 0).sum(),
+        "bytes_sent": 2 * 64 * sums["sent"].sum(),
+        "bytes_saved": 2 * 64 * sums["saved"].sum(),
+        "requested": requested,
+    }
+    assert got.keys() == {f"moe/{name}" for name in want}
+    for name, value in want.items():
+        np.testing.assert_allclose(got[f"moe/{name}"], value, rtol=1e-5, err_msg=name)

@@ -4,7 +4,11 @@ import collections
 import functools
 import importlib.util
 import math
+import os
 import re
+from importlib import resources
+
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the CUDA plugin asks for a driver otherwise
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,7 @@ from test_moe_exchange import run_config
 
 from moejax.axes import EXPERT
 from moejax.kernels import target
+from moejax.model.decoder import _policy
 from moejax.moe.exchange import make_exchange
 from moejax.moe.experts import ExpertWeights
 from moejax.moe.layer import moe_layer
@@ -26,8 +31,8 @@ E, D, F, T, RANKS = 16, 128, 128, 64, 8
 COLLECTIVES = ("all-to-all", "ragged-all-to-all", "all-gather", "reduce-scatter", "all-reduce", "sort")
 
 
-def compiled_text(mesh: Mesh, exchange: str, top_k: int, backward: bool, **moe) -> str:
-    """HLO of one layer on T tokens a device."""
+def compiled_text(mesh: Mesh, exchange: str, top_k: int, backward: bool, remat: str = "none", **moe) -> str:
+    """HLO of one layer on T tokens a device; recomputed in backward by a policy of the decoder."""
     config = run_config(exchange, RANKS, top_k, **moe)
     split, one = PartitionSpec(EXPERT), PartitionSpec()
 
@@ -35,6 +40,9 @@ def compiled_text(mesh: Mesh, exchange: str, top_k: int, backward: bool, **moe) 
         valid = jnp.ones(x.shape[:2], bool)
         weights = RouterWeights(router), ExpertWeights(gate_up, down)
         return moe_layer(x, x, valid, *weights, config, make_exchange(config))[0]
+
+    if remat != "none":
+        forward = jax.checkpoint(forward, policy=_policy(remat))
 
     def both(*args):
         y, pullback = jax.vjp(forward, *args)
@@ -73,12 +81,19 @@ def rows_moved(found: collections.Counter) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "rows"), [("padded", {"all-to-all": 4}), ("gather", {"all-gather": 2, "reduce-scatter": 2})]
+    ("exchange", "remat", "rows"),
+    [
+        ("padded", "none", {"all-to-all": 4}),
+        ("padded", "save_exchange", {"all-to-all": 4}),
+        pytest.param("padded", "full", {"all-to-all": 5}, marks=pytest.mark.slow),  # combine's result is not needed
+        pytest.param("gather", "none", {"all-gather": 2, "reduce-scatter": 2}, marks=pytest.mark.slow),
+    ],
 )
-def test_rows_cross_twice_forward_and_twice_backward(exchange, rows):
-    found = counts(compiled_text(_cpu(), exchange, 2, True, capacity=1.0))
+def test_rows_cross_twice_forward_and_twice_backward(exchange, remat, rows):
+    found = counts(compiled_text(_cpu(), exchange, 2, True, remat, capacity=1.0))
     assert rows_moved(found) == rows, found
-    assert found["sort", "small"] <= 2, found  # routes by expert at the source; the choice of experts
+    if remat == "none":
+        assert found["sort", "small"] <= 2, found  # routes by expert at the source; the choice of experts
 
 
 def test_padded_slots_and_deduplicated_slots():
@@ -107,6 +122,23 @@ def test_ragged_for_a_tpu_is_native_and_sorts_at_the_source_alone(deduplicate):
     assert found["sort", "small"] == 2, found  # routes by expert at the source; the choice of experts
     updates = E if not deduplicate else RANKS  # one a destination and local expert, or one a destination
     assert re.search(rf"ragged-all-to-all.*s32\[{updates}\]", text) or f"s32[{updates}]" in text
+
+
+@functools.cache
+def _cuda() -> Mesh:
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("the CUDA compiler is not installed: pip install 'moejax[gpu]' (4.4 GB)")
+    config = resources.files("moejax.plan").joinpath("targets", "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc("h200", platform="cuda", target_config=config, topology="1x8x1")
+    return topologies.make_mesh(topology, (RANKS,), (EXPERT,))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_ragged_for_a_gpu_is_native():
+    mesh = _cuda()
+    with target("gpu", "NVIDIA H200"):
+        text = compiled_text(mesh, "ragged", 2, True, capacity=1.0)
+    assert rows_moved(counts(text)) == {"ragged-all-to-all": 4}
 
 
 def test_deduplication_saves_what_uniform_routing_predicts():
