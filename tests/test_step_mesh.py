@@ -60,6 +60,14 @@ def test_losses_agree_on_every_mesh(single, data, expert, microbatches, gather):
     np.testing.assert_allclose(losses, single, rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["step", "microbatch", "layer"])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize(("data", "expert"), [(1, 1), (8, 1), (1, 8), (2, 4), (4, 2)])
+def test_losses_agree_in_every_combination(single, data, expert, microbatches, gather):
+    test_losses_agree_on_every_mesh(single, data, expert, microbatches, gather)
+
+
 @cache
 def reference(model: str):
     """Loss, its parts and the gradients of the oracle."""
