@@ -10,10 +10,10 @@ import jax
 import pytest
 import tiny
 
-from moejax.axes import AXES
 from moejax.config import Config, LayerGroup, LayerSpec, MoEConfig, RematConfig, WeightsConfig
 from moejax.plan.compile import compile_step
 from moejax.plan.hlo import Collective, collectives, wire_fraction
+from moejax.plan.report import mesh_of
 from moejax.plan.target import read_target
 from moejax.plan.tensors import Tensor, tensors
 from moejax.plan.traffic import CLASSES, GATHER, LOSS, REDUCE, by_class, compiled_traffic, step_traffic
@@ -34,6 +34,7 @@ def compile_collectives(run: Config) -> list[Collective]:
     """Collectives of a training step that have more than one device to a group."""
     program = tiny.program(run)
     text = program.train_step.lower(program.abstract_state, program.abstract_batch).compile().as_text()
+    assert text is not None
     return [item for item in collectives(text) if item.group_size > 1]
 
 
@@ -104,7 +105,7 @@ def test_rows_cross_twice_forward_and_twice_backward(gather: str, microbatches: 
 
 def assert_formula_agrees(run: Config, found: list[Collective]) -> None:
     """Every class but the loss: operation, type, axes, number of tensors and bytes."""
-    mesh = dict(zip(AXES, run.mesh.shape, strict=True))
+    mesh = mesh_of(run)
     got = {move for move in compiled_traffic(found, mesh) if move.name != LOSS}
     want = set(step_traffic(run, tensors(run)))
     assert got == want
@@ -147,13 +148,14 @@ def test_formula_agrees_with_many_compiled_steps(data, expert, gather, microbatc
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'moejax[tpu]'")
 @pytest.mark.parametrize("case", range(0, len(MANY) - 1, 2))
-def test_formula_agrees_with_steps_compiled_for_tpu(case: int) -> None:
+def test_formula_agrees_with_steps_compiled_for_tpu(case) -> None:
     data, expert, gather, microbatches, remat, moe = MANY[case]
-    run = configuration(gather, microbatches, data, expert, remat=RematConfig(remat), moe=moe)
+    remats = RematConfig(remat)  # type: ignore[arg-type]
+    run = configuration(gather, microbatches, data, expert, remat=remats, moe=moe)
     run = dataclasses.replace(run, model=dataclasses.replace(MODEL, dtype="bfloat16"))
     with jax.numpy_dtype_promotion("standard"):
         found = compile_step(run, read_target("v5e")).collectives
-    mesh = dict(zip(AXES, run.mesh.shape, strict=True))
+    mesh = mesh_of(run)
     got, want = by_class(compiled_traffic(found, mesh)), by_class(step_traffic(run, tensors(run)))
     for name in set(CLASSES) - {LOSS}:  # operations may differ: small scatters and gathers become all-reduces
         for what in ("tensors", "bytes"):

@@ -117,7 +117,7 @@ def test_storage_is_what_the_program_holds(optimizer) -> None:
 
 def test_gather_modes_trade_memory_and_accumulation_adds_to_it() -> None:
     sizes = {
-        mode: state_memory(tiny.config(2, 4, turns, weights=WeightsConfig(mode)), tensors(tiny.config(2, 4)))
+        mode: state_memory(tiny.config(2, 4, turns, weights=WeightsConfig(mode)), tensors(tiny.config(2, 4)))  # type: ignore[arg-type]
         for mode, turns in (("step", 4), ("microbatch", 4), ("layer", 4))
     }
     whole = {mode: sum(memory.values()) for mode, memory in sizes.items()}

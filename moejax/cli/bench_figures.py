@@ -104,12 +104,8 @@ def run_accumulation(args: argparse.Namespace) -> int:
 
 def _experiment(args: argparse.Namespace, name: str, key: str, values: list[int]) -> int:
     config = config_from(args)
-    import jax
-
     if args.target:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    elif jax.config.jax_platforms == "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
-        jax.config.update("jax_num_cpu_devices", config.mesh.size)
     from moejax.plan import figures
     from moejax.plan.target import read_target
 

@@ -71,7 +71,9 @@ def compile_step(config: Config, target: Target) -> Compiled:
         if "RESOURCE_EXHAUSTED" in str(error) or "Ran out of memory" in str(error):
             raise UserError(f"{target.name}: the step does not fit: {_first_lines(str(error))}") from error
         raise
-    memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
+    memory, costs, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
+    assert memory is not None, "every compiler that is named here analyses memory"
+    assert text is not None
     return Compiled(
         time.monotonic() - started,
         memory.argument_size_in_bytes,
@@ -79,7 +81,7 @@ def compile_step(config: Config, target: Target) -> Compiled:
         memory.temp_size_in_bytes,
         memory.generated_code_size_in_bytes,
         costs.get("flops") if costs else None,
-        tuple(collectives(compiled.as_text())),
+        tuple(collectives(text)),
     )
 
 
@@ -109,4 +111,4 @@ def _devices(target: Target, count: int) -> Sequence[Any]:
         )
     if len(topology.devices) != count:
         raise UserError(f"{target.name}: {target.topology(count)} has {len(topology.devices)} devices, not {count}")
-    return topologies.make_mesh(topology, (count,), ("all",)).devices.reshape(-1)
+    return topologies.make_mesh(topology, (count,), ("all",)).devices.reshape(-1).tolist()

@@ -165,7 +165,9 @@ def _used(layer: Layer, d: int) -> int:
 
 def count_layers(layers: Sequence[Layer], d: int) -> dict[str, int]:
     """Parameters of layers by part of the model, for width d."""
-    parts = dict.fromkeys(("attention", "dense FFN", "routed experts", "routers", "shared experts", "norms"), 0)
+    parts: dict[str, int] = dict.fromkeys(
+        ("attention", "dense FFN", "routed experts", "routers", "shared experts", "norms"), 0
+    )
     for layer in layers:
         parts["attention"] += layer.mixer.parameters(d) if layer.mixer else 0
         for name, size in (layer.ffn.parts(d) if layer.ffn else {}).items():

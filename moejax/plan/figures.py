@@ -20,6 +20,8 @@ from moejax.plan.roofline import Pair
 from moejax.plan.svg import lines
 from moejax.plan.target import Target
 from moejax.plan.tensors import tensors
+from moejax.train.distributed import start
+from moejax.train.program import Program
 
 Row = dict[str, Any]
 
@@ -104,9 +106,7 @@ def plan_run(config: Config, target: Target) -> Measured:
 
 def measure_run(config: Config, steps: int) -> Measured:
     """Median time of whole steps on this machine's devices, after one that compiles; random tokens, learned routes."""
-    from moejax.train.program import Program
-
-    program = Program(config)
+    program = Program(config, start(config))
     state = program.init(config.run.seed)
     rng = np.random.default_rng(config.run.seed)
     shape = program.batch_shape
