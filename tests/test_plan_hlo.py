@@ -208,7 +208,7 @@ def test_a_loop_of_unknown_length_is_refused_only_around_collectives() -> None:
     with pytest.raises(ValueError, match="no known trip count"):
         collectives(TEXT.replace("known_trip_count", "other"))
     text = TEXT.replace("known_trip_count", "other").replace("all-gather(", "add(").replace("reduce-scatter(", "add(")
-    assert len(collectives(text)) == 4
+    assert len(collectives(text)) == 3
 
 
 def test_a_loop_without_a_known_count_tells_it_by_its_condition() -> None:
