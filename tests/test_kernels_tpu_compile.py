@@ -2,6 +2,9 @@
 
 import functools
 import importlib.util
+import os
+
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # compiling holds no chip, so processes need no lock
 
 import jax
 import jax.numpy as jnp
