@@ -1,5 +1,6 @@
 """Compiling a run's training step for a machine that is not there."""
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -103,6 +104,8 @@ def _devices(target: Target, count: int) -> Sequence[Any]:
     if find_spec(needs) is None:
         raise UserError(f"--compile for {target.name} needs its compiler: pip install 'moejax[{extra}]'")
     if target.platform == "tpu":
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it describes chips, and takes none
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor does it ask whether this is a TPU VM
         topology = topologies.get_topology_desc(target.topology(count), platform="tpu")
     else:
         shape = f"1x{count}x1"
