@@ -7,7 +7,7 @@ that only storage has; its gradient is summed over all token axes that compute d
 sum is scattered where storage is sharded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ FLOAT32_DIMS = frozenset({"router", "norm"})
 """Leaves with one of these dims are never cast below float32."""
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Mesh over `devices` (default: all), row-major, outermost axis first."""
     devices = jax.devices() if devices is None else devices
     if len(devices) != config.size:

@@ -53,6 +53,7 @@ class Program:
         self.batch_sharding = NamedSharding(self.mesh, BATCH_SPEC)
         self.rows = self._rows()
         replicated = NamedSharding(self.mesh, PartitionSpec())
+        self._jitted_init = jax.jit(self._init, out_shardings=self.state_shardings)
         self.train_step = jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_shardings, replicated))
         self.eval_step = jax.jit(evaluate)
 
@@ -65,13 +66,13 @@ class Program:
 
     def init(self, seed: int) -> TrainState:
         """State of step 0, made on the devices in its sharding."""
-        return jax.jit(self._init, out_shardings=self.state_shardings)(np.uint32(seed))
+        return self._jitted_init(np.uint32(seed))
 
     def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Global batch on the devices from this process's `rows` of it, in their order."""
         place = {row: i for i, row in enumerate(self.rows)}
 
-        def shard(array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        def shard(array: np.ndarray, index: Any) -> np.ndarray:
             rows = range(*index[0].indices(self.batch_shape[0]))
             return array[[place[row] for row in rows]][:, index[1]]
 
@@ -81,8 +82,8 @@ class Program:
         }
 
     def _rows(self) -> list[int]:
-        indices = self.batch_sharding.addressable_devices_indices_map(self.batch_shape).values()
-        return sorted({row for index in indices for row in range(*index[0].indices(self.batch_shape[0]))})
+        indices: Any = self.batch_sharding.addressable_devices_indices_map(self.batch_shape)
+        return sorted({row for index in indices.values() for row in range(*index[0].indices(self.batch_shape[0]))})
 
     def _init(self, seed: Any) -> TrainState:
         params = initialize(jnp.asarray(seed, jnp.uint32), self.decoder.shapes, self.decoder.stds)
