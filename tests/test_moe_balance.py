@@ -1,6 +1,7 @@
 """Balance and z-loss of every scope, on meshes and microbatches, against NumPy; the bias controller; the alarm."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ N, K, D, ROWS, LENGTH = 8, 2, 5, 16, 6
 MODEL = MoEModelConfig(num_experts=N, top_k=K)
 
 
-def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def arrays() -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((ROWS, LENGTH, D)).astype(np.float32)
     x += np.linspace(-1, 1, ROWS)[:, None, None].astype(np.float32)  # rows differ, so that scopes do
@@ -33,7 +34,7 @@ def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, valid, rng.standard_normal((D, N)).astype(np.float32)
 
 
-def device_value(scope: str, data: int, expert: int, microbatches: int):
+def device_value(scope: Any, data: int, expert: int, microbatches: int):
     """Loss, and gradient of the router, as the training step makes them."""
     run = tiny.config(data, expert)
     x, valid, router = arrays()
@@ -59,7 +60,7 @@ def device_value(scope: str, data: int, expert: int, microbatches: int):
 
         def loss_fn(router, micro, before):
             sums = _with_balance(forward(router, micro), before, step, scope)
-            s = sums.statistics
+            s: Any = sums.statistics
             loss = s.z_sum[0] / tokens if scope == "z" else s.balance_sum[0] / tokens
             return loss, vary(sums, TOKEN_AXES)
 
@@ -130,8 +131,8 @@ def test_which_scopes_promise_the_same_on_every_mesh():
 def test_bias_controller_balances_a_skewed_router_without_a_loss():
     rng = np.random.default_rng(0)
     m = dataclasses.replace(MODEL, scores="sigmoid", selection_bias=True)
-    x = rng.standard_normal((512, D)).astype(np.float32) + 1
-    router = (0.1 * rng.standard_normal((D, N))).astype(np.float32)
+    x: Any = rng.standard_normal((512, D)).astype(np.float32) + 1
+    router: Any = (0.1 * rng.standard_normal((D, N))).astype(np.float32)
     router[:, 0] += 1  # nearly every token wants expert 0
     valid = jnp.ones(512, bool)
 
@@ -154,7 +155,7 @@ def test_moved_bias_equals_numpy():
     counts = jnp.asarray([[4, 1, 1], [2, 2, 2]])
     moved = moved_bias(jnp.zeros((2, 3)), counts, 0.5)
     sign = np.asarray([-1, 1, 1])
-    np.testing.assert_allclose(moved, [0.5 * (sign - sign.mean()), [0, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(moved, np.stack([0.5 * (sign - sign.mean()), np.zeros(3)]), rtol=1e-6)
 
 
 def test_training_step_moves_the_bias_by_the_load_of_the_whole_batch():
@@ -190,12 +191,14 @@ def moments_of_bias(opt_state) -> list:
 
 def test_summary_equals_numpy():
     rng = np.random.default_rng(0)
-    requested = rng.integers(0, 50, (3, N)).astype(np.int32)
+    requested: Any = rng.integers(0, 50, (3, N)).astype(np.int32)
     requested[1, 2] = 0
-    kept = np.minimum(requested, 30).astype(np.int32)
-    sums = {name: rng.integers(1, 9, 3).astype(np.int32) for name in ("lost_one", "lost_all", "sent", "saved")}
+    kept: Any = np.minimum(requested, 30).astype(np.int32)
+    sums: dict[str, Any] = {
+        name: rng.integers(1, 9, 3).astype(np.int32) for name in ("lost_one", "lost_all", "sent", "saved")
+    }
     sums |= {name: rng.random(3).astype(np.float32) for name in ("weight_sum", "removed_sum", "margin_sum")}
-    zero = np.zeros(3, np.float32)
+    zero: Any = np.zeros(3, np.float32)
     total = Statistics(requested, kept, zero, zero, zero, **sums)
     got = summarize(jax.tree.map(jnp.asarray, total), jnp.int32(100), 2, 64)
     ratio = lambda c: (c.max(1) / c.mean(1)).max()  # noqa: E731

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def data(load: str) -> dict:
     return {"x": x, "valid": valid, "cotangent": draw(ROWS, LENGTH, D), **weights}
 
 
-def run_config(exchange: str, ranks: int, top_k: int, **moe) -> Config:
+def run_config(exchange: Any, ranks: int, top_k: int, **moe) -> Config:
     merge = "raw" if top_k == 1 else "sum_to_one"  # one weight that is always one has no gradient
     model = MoEModelConfig(num_experts=E, top_k=top_k, expert_dim=F, router_bias=True, merge=merge)
     return Config(

@@ -1,6 +1,7 @@
 """Analytic values of the report: balance loss, admission, merge rule. Nothing here is compiled."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,11 +122,12 @@ def test_entropy_imbalance():
 def test_sum_to_k_at_uniform_scores_is_the_dense_mlp_of_all_chosen_experts():
     rng = np.random.default_rng(1)
     model = MoEModelConfig(num_experts=4, top_k=3, expert_dim=5, merge="sum_to_k")
-    x, gate_up, down = (rng.standard_normal(s).astype(np.float32) for s in ((6, 7), (4, 7, 2, 5), (4, 5, 7)))
+    made: Any = (rng.standard_normal(s).astype(np.float32) for s in ((6, 7), (4, 7, 2, 5), (4, 5, 7)))
+    x, gate_up, down = made
     chosen = route(x, jnp.ones(6, bool), RouterWeights(jnp.zeros((7, 4))), model)
     np.testing.assert_array_equal(chosen.expert_TK, np.tile([0, 1, 2], (6, 1)))  # ties go to the lower expert
-    rows = np.repeat(x, 3, axis=0).reshape(6, 3, 7).transpose(1, 0, 2).reshape(18, 7)
-    weight = np.asarray(chosen.weight_TK).T.reshape(-1)
+    rows: Any = np.repeat(x, 3, axis=0).reshape(6, 3, 7).transpose(1, 0, 2).reshape(18, 7)
+    weight: Any = np.asarray(chosen.weight_TK).T.reshape(-1)
     sizes = jnp.asarray([6, 6, 6, 0], jnp.int32)
     out = experts(rows, weight, sizes, ExpertWeights(gate_up, down), "swiglu", False)
     y = np.asarray(out).reshape(3, 6, 7).sum(0)

@@ -56,7 +56,9 @@ def compiled_text(mesh: Mesh, exchange: str, top_k: int, backward: bool, remat: 
         jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, p))
         for s, p in zip(shapes, specs, strict=True)
     ]
-    return jax.jit(f).lower(*args).compile().as_text()
+    text = jax.jit(f).lower(*args).compile().as_text()
+    assert text is not None
+    return text
 
 
 def counts(text: str) -> collections.Counter:

@@ -1,6 +1,7 @@
 """Scores, choice and merge rules against NumPy, one token at a time; activations; moving of rows."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def numpy_route(x, w: RouterWeights, m: MoEModelConfig):
 def test_route_equals_numpy(case):
     m = dataclasses.replace(BASE, **CASES[case])
     rng = np.random.default_rng(3)
-    draw = lambda *s: rng.standard_normal(s).astype(np.float32)  # noqa: E731
+    draw: Any = lambda *s: rng.standard_normal(s).astype(np.float32)  # noqa: E731
     w = RouterWeights(
         draw(D, E),
         draw(E) if m.router_bias else None,
@@ -111,7 +112,7 @@ ACTIVATIONS = {
 )
 def test_experts_equal_numpy_with_biases_and_nan_in_the_tail(activation, on_input):
     rng, inner, width = np.random.default_rng(5), 1 if activation == "relu2" else 2, 5
-    draw = lambda *s: rng.standard_normal(s).astype(np.float32) * 2  # noqa: E731
+    draw: Any = lambda *s: rng.standard_normal(s).astype(np.float32) * 2  # noqa: E731
     w = ExpertWeights(draw(3, D, inner, width), draw(3, width, D), draw(3, inner * width), draw(3, D))
     x, weight, sizes = draw(9, D), rng.random(9).astype(np.float32), jnp.asarray([4, 0, 3])
     x[7:], weight[7:] = np.nan, np.nan
@@ -167,8 +168,8 @@ def _jax_activation(name, g, u):
 def test_moving_rows_is_adjoint_and_ignores_unwritten_ones(monkeypatch):
     monkeypatch.setattr(rows, "UNWRITTEN", np.nan)
     rng = np.random.default_rng(2)
-    users = np.asarray([[0, 4], [-1, 2], [-1, -1], [5, -1]], np.int32)  # of 4 input rows, in 6 output rows
-    index = np.full(6, -1, np.int32)
+    users: Any = np.asarray([[0, 4], [-1, 2], [-1, -1], [5, -1]], np.int32)  # of 4 input rows, in 6 output rows
+    index: Any = np.full(6, -1, np.int32)
     for i, n in np.argwhere(users >= 0):
         index[users[i, n]] = i
     x, y = rng.standard_normal((4, 3)).astype(np.float32), rng.standard_normal((6, 3)).astype(np.float32)

@@ -69,9 +69,9 @@ def balance_sum(
     """
     if scope == "accumulated" and before_LE is not None:
         own_LE = own_LE + before_LE
-    if step_LE is None:
-        step_LE = own_LE if scope == "local" else lax.psum(own_LE, TOKEN_AXES)
-    return weighted_scores(step_LE, score_LE)
+    if step_LE is not None:
+        return weighted_scores(step_LE, score_LE)
+    return weighted_scores(own_LE if scope == "local" else lax.psum(own_LE, TOKEN_AXES), score_LE)
 
 
 def z_loss_sum(route: Route, valid_T: jax.Array) -> jax.Array:

@@ -60,6 +60,8 @@ class Session:
             report.say(f"going on from step {step} of {folder.path}")
         if jax.process_index() == 0:
             folder.write(config)
+        if config.moe.routing != "learned":
+            report.say(f"warning: moe.routing={config.moe.routing}: a benchmark mode; the model learns no routing")
         self.watchdog = Watchdog()
         self.guard = StepGuard(self.first, meta.get("tokens", 0), self.watchdog)
         self.writer = MetricWriter(config, folder, self.first)
