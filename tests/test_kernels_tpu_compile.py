@@ -17,7 +17,7 @@ from moejax.kernels import Kernel, grouped_matmul, target
 from moejax.kernels.table import choose_all
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install libtpu (137 MB)"
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'moejax[tpu]' (137 MB)"
 )
 
 SHAPES = [(16384, 2048, 1024, 8), (131072, 7168, 2048, 256), (16000, 2000, 1000, 16)]  # M, K, N, G
