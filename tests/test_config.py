@@ -141,7 +141,7 @@ def test_no_docstring_names_an_option_that_is_not_there() -> None:
         ("optimizer.learning_rate=fast", "optimizer.learning_rate=fast: must be a number"),
         ("log.wandb=maybe", "log.wandb=maybe: must be true or false"),
         ("model.dtype=fp32", "model.dtype=fp32: must be one of bfloat16, float32"),
-        ("moe.exchange=raged", "moe.exchange=raged: must be one of local, padded, or null"),
+        ("moe.exchange=raged", "moe.exchange=raged: must be one of local, padded, ragged, gather, or null"),
         ("moe.capacity=lots", "moe.capacity=lots: must be a number, or null"),
         ("mesh=4", "mesh=4: must be a mapping with keys from stage, data"),
         ("model.layers=3", "model.layers=3: must be a list"),
