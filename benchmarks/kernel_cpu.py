@@ -67,7 +67,7 @@ def measure(rows_per_group: int, groups: int, width: int, hidden: int, dtype, ra
         "grouped": candidate(lambda sizes, x, w: grouped_matmul(x, w, sizes, backend="cpu")),
     }
     full = x, gate_up, down, sizes, cotangent
-    arguments = {name: full for name in candidates}
+    arguments = dict.fromkeys(candidates, full)
     arguments["dense"] = x[:live], gate_up[0], down[0], sizes, cotangent[:live]
     if ragged:
         candidates["ragged_dot"] = candidate(lambda sizes, x, w: jax.lax.ragged_dot(x, w, sizes))
