@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--capacity", type=float, default=1.25, help="0 for no drop")
-    parser.add_argument("--drop-order", default="position")
+    parser.add_argument("--drop-order", default="weight")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--phases", default=",".join(PHASES))
@@ -138,7 +138,7 @@ def main() -> None:
             exchange,
             args.capacity or None,
             deduplicate=bool(dedup),
-            drop_order=args.drop_order if args.capacity else "position",
+            drop_order=args.drop_order if args.capacity else "weight",
         )
         config = dataclasses.replace(base, moe=moe)
         for phase in args.phases.split(","):

@@ -308,8 +308,8 @@ class MoEConfig:
         capacity: Factor on the balanced number of rows that a buffer holds; null (or none) never drops. The budget
             is one for each destination rank, for `padded` one for each source and destination.
         capacity_per: Pool the budget over the experts of a `rank`, or divide it evenly, one for each `expert`.
-        drop_order: Who is dropped first: the highest `position` (local expert, source rank, position in the
-            batch) or the lowest routing `weight`.
+        drop_order: Who is dropped first: the lowest routing `weight` (for ragged and gather this gathers and sorts
+            the weights of all ranks) or the highest `position` (local expert, source rank, position in the batch).
         renormalize_dropped: Scale the weights of a token's other routes up, so that their sum stays as it was.
         deduplicate: A token that chose several experts of one rank crosses the wire once.
         routing: `learned`, or for benchmarks `uniform` or `random`, which ignore what the router learned.
@@ -318,7 +318,7 @@ class MoEConfig:
     exchange: Literal["local", "padded", "ragged", "gather"] | None = None
     capacity: float | None = None
     capacity_per: Literal["rank", "expert"] = "rank"
-    drop_order: Literal["position", "weight"] = "position"
+    drop_order: Literal["position", "weight"] = "weight"
     renormalize_dropped: bool = False
     deduplicate: bool = False
     routing: Literal["learned", "uniform", "random"] = "learned"

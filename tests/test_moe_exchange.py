@@ -202,10 +202,10 @@ def test_exchange_equals_dense_loop_whole_product(monkeypatch, exchange, ranks, 
 
 
 CAPACITY = [
-    ("local", 1, 2, {"capacity_per": "expert"}),
+    ("local", 1, 2, {"capacity_per": "expert", "drop_order": "position"}),
     ("padded", 4, 2, {"drop_order": "weight", "renormalize_dropped": True, "deduplicate": True}),
     ("ragged", 8, 2, {"drop_order": "weight"}),
-    ("gather", 4, 2, {}),
+    ("gather", 4, 2, {"drop_order": "position"}),
 ]
 KINDS = [
     dict(zip(("capacity_per", "drop_order"), kind, strict=True))

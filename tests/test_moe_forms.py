@@ -123,7 +123,7 @@ def test_several_shared_experts_are_one_wide_one():
 
 REFUSED = [
     ("moe.capacity_per", lambda: MoEConfig(capacity_per="expert")),
-    ("moe.drop_order", lambda: MoEConfig(drop_order="weight")),
+    ("moe.drop_order", lambda: MoEConfig(drop_order="position")),
     ("moe.renormalize_dropped", lambda: MoEConfig(renormalize_dropped=True)),
     ("moe.deduplicate", lambda: MoEConfig(exchange="gather", deduplicate=True)),
     ("moe.deduplicate", lambda: MoEConfig(deduplicate=True)),

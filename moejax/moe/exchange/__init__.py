@@ -15,7 +15,8 @@ __all__ = ["Exchange", "Gather", "Local", "Padded", "Plan", "Ragged", "make_exch
 def make_exchange(config: Config) -> Exchange:
     """The exchange that `moe.exchange` names; by default `local` without expert parallelism, else `padded`."""
     moe, experts, ranks = config.moe, config.model.moe.num_experts, config.mesh.expert
-    capacity = Capacity(moe.capacity, moe.capacity_per == "expert", moe.drop_order == "weight")
+    by_weight = moe.capacity is not None and moe.drop_order == "weight"
+    capacity = Capacity(moe.capacity, moe.capacity_per == "expert", by_weight)
     match moe.exchange or ("local" if ranks == 1 else "padded"):
         case "local":
             return Local(experts, capacity)
