@@ -108,10 +108,11 @@ def _devices(target: Target, count: int) -> Sequence[Any]:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor does it ask whether this is a TPU VM
         topology = topologies.get_topology_desc(target.topology(count), platform="tpu")
     else:
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the plugin asks for a driver otherwise
         shape = f"1x{count}x1"
         topology = topologies.get_topology_desc(
             target.name, platform="cuda", target_config=target.compiler_config(), topology=shape
         )
     if len(topology.devices) != count:
-        raise UserError(f"{target.name}: {target.topology(count)} has {len(topology.devices)} devices, not {count}")
+        raise UserError(f"{target.name}: its topology has {len(topology.devices)} devices, not {count}")
     return topologies.make_mesh(topology, (count,), ("all",)).devices.reshape(-1).tolist()
