@@ -170,6 +170,9 @@ def _of_experts(config: Config) -> Iterator[tuple[Key, int, int]]:
         return (name, kind, of, (EXPERT,)), times, size
 
     yield move(PLAN, "all-gather", count * (2 if recomputed else 1), 4 * ranks * moe.num_experts, "s32")
+    if exchange != "padded" and config.moe.capacity is not None and config.moe.drop_order == "weight":
+        weights = 4 * ranks * sizes.tokens * moe.top_k
+        yield move(PLAN, "all-gather", count * (2 if recomputed else 1), weights, "f32")
     if exchange == "gather":
         everyone = sizes.arriving
         yield move(PLAN, "all-gather", count + again, 2 * 4 * everyone * moe.top_k, "s32")
