@@ -174,7 +174,8 @@ def test_schedule_ends_exactly_at_the_final_ratio(schedule):
 
 def test_groups_follow_from_dims():
     assert decays(("layers", "embed", "router"))
-    assert not any(decays(dims) for dims in [("layers", "norm"), ("vocab", "embed"), ("layers", "mlp")])
+    undecayed = [("layers", "norm"), ("vocab", "embed"), ("layers", "mlp"), ("layers", "experts", "expert_mlp")]
+    assert not any(decays(dims) for dims in undecayed)
     assert muon_matrix(("layers", "norm")) is None
     assert muon_matrix(("vocab", "embed")) is None
     assert muon_matrix(("layers", "embed", "router")) is None

@@ -30,7 +30,9 @@ def make_sampler(decoder: Decoder, vocab_size: int) -> Callable[..., jax.Array]:
         `length` are text. Temperature 0 takes the likeliest token.
     """
 
-    def sample(weights: Params, window: jax.Array, length: Any, key: jax.Array, temperature: Any, top_p: Any) -> jax.Array:
+    def sample(
+        weights: Params, window: jax.Array, length: Any, key: jax.Array, temperature: Any, top_p: Any
+    ) -> jax.Array:
         place = jnp.arange(window.size, dtype=jnp.int32)
         segments = jnp.where(place < length, 1, 0).astype(jnp.int32)
         batch = {"tokens": window[None], "segments": segments[None], "positions": place[None]}

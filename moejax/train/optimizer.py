@@ -57,8 +57,9 @@ def make_schedule(config: Config) -> Schedule:
 
 
 def decays(dims: Dims) -> bool:
-    """Return whether weight decay applies: matrices other than embedding and head, no norms, no vectors."""
-    return "norm" not in dims and "vocab" not in dims and sum(dim != "layers" for dim in dims) >= 2
+    """Return whether weight decay applies: matrices other than embedding and head; no norms, no vectors, no biases."""
+    sides = [dim for dim in dims if dim not in ("layers", "experts")]
+    return "norm" not in dims and "vocab" not in dims and len(sides) >= 2
 
 
 def muon_matrix(dims: Dims) -> MuonDimensionNumbers | None:
