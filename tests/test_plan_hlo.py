@@ -158,8 +158,11 @@ def test_formula_agrees_with_steps_compiled_for_tpu(case) -> None:
     mesh = mesh_of(run)
     got, want = by_class(compiled_traffic(found, mesh)), by_class(step_traffic(run, tensors(run)))
     for name in set(CLASSES) - {LOSS}:  # operations may differ: small scatters and gathers become all-reduces
-        for what in ("tensors", "bytes"):
-            assert got[name][what] == want[name][what], name
+        assert got[name]["bytes"] == want[name]["bytes"], name
+        if name == REDUCE:  # XLA takes small reductions out of a loop, and then reduces what the loop stacked
+            assert 0 < got[name]["tensors"] <= want[name]["tensors"]
+        else:
+            assert got[name]["tensors"] == want[name]["tensors"], name
 
 
 TEXT = """

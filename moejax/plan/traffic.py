@@ -214,7 +214,7 @@ def class_of(item: Collective) -> str:
     for scope, name in _SCOPES.items():
         if re.search(rf"\b{scope}\b", item.scope):
             return name
-    whole = item.dtype == "f32" and any(len(shape) > 1 for shape in item.shapes)
+    whole = item.dtype == "f32" and all(item.shapes)
     return REDUCE if not item.scope and whole else LOSS  # XLA merges reductions, and then names none
 
 
