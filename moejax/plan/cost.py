@@ -75,7 +75,8 @@ def step_cost(config: Config, tensors: Sequence[Tensor], target: Target) -> Cost
     states = sum(tensor.optimizer_bytes for tensor in tensors)
     update = (2 * 4 * stored + 4 * stored + 2 * states) / bandwidth
     held = sum(tensor.compute_size if config.weights.gather == "step" else tensor.storage_size for tensor in tensors)
-    accumulate = config.train.microbatches * 10 * held / bandwidth
+    turns = config.train.microbatches
+    accumulate = turns * 10 * held / bandwidth if turns > 1 else 0.0  # read and write float32, read the new part
     taxes = {
         "weights": wire(GATHER) + update,
         "gradients": wire(REDUCE) + accumulate,

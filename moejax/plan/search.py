@@ -99,7 +99,8 @@ def _single_changes(config: Config) -> Iterator[dict[str, object]]:
     if mesh.expert % 2 == 0:
         yield {"mesh.data": 2 * mesh.data, "mesh.expert": mesh.expert // 2}
     for gather in ("step", "microbatch", "layer"):
-        if gather != config.weights.gather:
+        same = train.microbatches == 1 and {gather, config.weights.gather} == {"step", "microbatch"}
+        if gather != config.weights.gather and not same:
             yield {"weights.gather": gather}
     for policy in ("none", "save_exchange", "full"):
         if policy != config.remat.policy:
