@@ -181,6 +181,14 @@ def toy_trainer(config, poison=(), program=toy_program):
     return Trainer(config, make_program=lambda c, mesh: program(c, poison), make_loader=ToyLoader)
 
 
+def _saving(root: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    try:
+        return any(root.rglob("*.orbax-checkpoint-tmp*"))
+    except FileNotFoundError:  # a folder got its final name while we looked
+        return True
+
+
 def _die():
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
@@ -207,7 +215,7 @@ def _arm(spec):
 
         def counted(self, step, rows=None):
             if self.split == "train" and step + 1 == int(spec):
-                while list(Path(self.config.run.root).rglob("*.orbax-checkpoint-tmp*")):
+                while _saving(Path(self.config.run.root)):
                     time.sleep(0.01)
                 _die()
             return batch(self, step, rows)

@@ -52,21 +52,26 @@ def experts(
     """
     local, _, inner, width = weights.gate_up.shape
     if weight_on_input:
-        rows_RD = (rows_RD * weight_R[:, None].astype(jnp.float32)).astype(rows_RD.dtype)
+        rows_RD = _weighted(rows_RD, weight_R)
     hidden = grouped_matmul(rows_RD, weights.gate_up.reshape(local, -1, inner * width), sizes_e)
     if weights.gate_up_bias is not None:
         hidden = hidden + _of_rows(weights.gate_up_bias, sizes_e, hidden.shape[0])
     hidden = activate(hidden.reshape(-1, inner, width), activation)
     if not weight_on_input:
-        hidden = (hidden * weight_R[:, None]).astype(hidden.dtype)
+        hidden = _weighted(hidden, weight_R)
     out = grouped_matmul(hidden, weights.down, sizes_e)
     if weights.down_bias is not None:
         bias = _of_rows(weights.down_bias, sizes_e, out.shape[0])
         if not weight_on_input:
             live = jnp.arange(out.shape[0]) < jnp.sum(sizes_e)
-            bias = (bias * jnp.where(live, weight_R, 0.0)[:, None]).astype(bias.dtype)
+            bias = _weighted(bias, jnp.where(live, weight_R, 0.0))
         out = out + bias
     return out
+
+
+def _weighted(rows_RX: jax.Array, weight_R: jax.Array) -> jax.Array:
+    """Rows times float32 weights, in the type of the rows."""
+    return (rows_RX.astype(jnp.float32) * weight_R[:, None]).astype(rows_RX.dtype)
 
 
 def _of_rows(bias_eN: jax.Array, sizes_e: jax.Array, rows: int) -> jax.Array:
