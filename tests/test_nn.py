@@ -1,5 +1,7 @@
 """Per-device functions against NumPy in float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,10 @@ from moejax.nn import cross_entropy as cross_entropy_module
 from moejax.nn.attention import attention
 from moejax.nn.basic import rms_norm, rotary, swiglu
 from moejax.nn.cross_entropy import cross_entropy
+
+
+def temporary_bytes(compiled: Any) -> int:
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def numpy_attention(q, k, v, segments, window):
@@ -35,17 +41,19 @@ def test_attention(monkeypatch, window, block):
     q, k, v = rng.normal(size=(2, 21, 4, 6)), rng.normal(size=(2, 21, 2, 6)), rng.normal(size=(2, 21, 2, 6))
     segments = np.sort(rng.integers(1, 4, (2, 21)), axis=1).astype(np.int32)
     arrays = [jnp.asarray(a, jnp.float32) for a in (q, k, v)]
-    got = attention(*arrays, jnp.asarray(segments), window)
+
+    def mine(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k, v, jnp.asarray(segments), window)
+
+    got = mine(arrays[0], arrays[1], arrays[2])
     np.testing.assert_allclose(got, numpy_attention(q, k, v, segments, window), atol=2e-6)
 
     probe = rng.normal(size=q.shape)
-    grads = jax.grad(
-        lambda *a: jnp.sum(attention(*a, jnp.asarray(segments), window) * jnp.asarray(probe, jnp.float32)), (0, 1, 2)
-    )(*arrays)
+    grads = jax.grad(lambda *a: jnp.sum(mine(*a) * jnp.asarray(probe, jnp.float32)), (0, 1, 2))(*arrays)
     for i, (array, grad) in enumerate(zip((q, k, v), grads, strict=True)):
         direction = rng.normal(size=array.shape)
         moved = [[a + s * 1e-5 * direction if i == j else a for j, a in enumerate((q, k, v))] for s in (1, -1)]
-        plus, minus = (np.sum(numpy_attention(*m, segments, window) * probe) for m in moved)
+        plus, minus = (np.sum(numpy_attention(m[0], m[1], m[2], segments, window) * probe) for m in moved)
         np.testing.assert_allclose(np.sum(np.asarray(grad) * direction), (plus - minus) / 2e-5, rtol=1e-4, atol=1e-4)
 
 
@@ -66,7 +74,7 @@ def test_attention_holds_no_square_of_scores():
         x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
         segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
         f = jax.jit(jax.grad(lambda q, k, v, s: attention(q, k, v, s, None).sum(), (0, 1, 2)))
-        return f.lower(x, x, x, segments).compile().memory_analysis().temp_size_in_bytes
+        return temporary_bytes(f.lower(x, x, x, segments).compile())
 
     assert temporary(4096) < 3 * temporary(2048)
     assert temporary(4096) < 2 * 4096 * 4096 * 4  # the scores of two heads, once
@@ -124,4 +132,4 @@ def test_cross_entropy_memory_does_not_hold_logits():
     x, head = jax.ShapeDtypeStruct((16384, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
     rest = (jax.ShapeDtypeStruct((16384,), jnp.int32), jax.ShapeDtypeStruct((16384,), jnp.bool_))
     compiled = jax.jit(jax.grad(cross_entropy, (0, 1))).lower(x, head, *rest).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 16384 * 1000 * 4 / 2
+    assert temporary_bytes(compiled) < 16384 * 1000 * 4 / 2
