@@ -53,6 +53,7 @@ def test_accumulation_keeps_the_shape_of_a_microbatch() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_point_is_measured_on_this_machine() -> None:
     run = tiny.config(2, 4)
     found = measure_run(run, 1)

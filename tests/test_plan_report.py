@@ -173,6 +173,7 @@ def test_a_run_that_does_not_fit_names_the_class_and_how_much_is_missing() -> No
     assert found.peak - found.limit > 0
 
 
+@pytest.mark.slow
 def test_search_ranks_layouts_of_the_same_batch() -> None:
     run, target = tiny.config(4, 1, 2), read_target("h200x8")
     found = search(run, target)
