@@ -1,4 +1,4 @@
-"""The options of a run as a flat list, from the dataclasses of `config.py`: for help texts and error messages."""
+"""The options of a run as a flat list, from the dataclasses of `config/`: for help texts and error messages."""
 
 import inspect
 import re

@@ -1,0 +1,111 @@
+"""How a model runs on a mesh."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moejax.axes import AXES, DIMS
+from moejax.config.checks import not_negative, positive, require
+from moejax.errors import nearest
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes, outermost first. Their product is the number of devices.
+
+    Args:
+        stage: Pipeline stages.
+        data: Data-parallel replicas.
+        context: Shards of the sequence.
+        expert: Shards of the routed experts; also part of data parallelism.
+        model: Tensor-parallel shards.
+    """
+
+    stage: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    model: int = 1
+
+    def __post_init__(self) -> None:
+        positive("mesh", self, *AXES)
+        for axis in ("stage", "context", "model"):
+            size = getattr(self, axis)
+            require(size == 1, f"mesh.{axis}", size, "1 in this version; use mesh.data and mesh.expert")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Axis sizes in the order of `AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size
+
+    def group(self, axes: Sequence[str]) -> int:
+        """Number of devices along `axes` together."""
+        size = 1
+        for axis in axes:
+            size *= getattr(self, axis)
+        return size
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """When storage is gathered into compute weights.
+
+    Args:
+        gather: `step` once per optimizer step; `microbatch` once per microbatch; `layer` in every layer,
+            again in backward.
+    """
+
+    gather: Literal["step", "microbatch", "layer"] = "step"
+
+
+@dataclass(frozen=True)
+class RematConfig:
+    """What backward recomputes.
+
+    Args:
+        policy: `none` keeps every activation; `save_exchange` keeps exchanged rows and attention outputs;
+            `full` keeps layer inputs only.
+    """
+
+    policy: Literal["none", "save_exchange", "full"] = "none"
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """Sharding rules: logical dim to mesh axes. Given dims replace the default rule of that dim.
+
+    Args:
+        compute: Axes that shard a dim of the compute weights.
+        storage: Further axes that shard a dim of the main weights and optimizer state.
+        replicate_below: Tensors with fewer elements are not sharded in storage.
+    """
+
+    compute: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    storage: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    replicate_below: int = 4096
+
+    def __post_init__(self) -> None:
+        not_negative("sharding", self, "replicate_below")
+        for column in ("compute", "storage"):
+            for dim, axes in getattr(self, column).items():
+                require(
+                    dim in DIMS,
+                    f"sharding.{column}.{dim}",
+                    list(axes),
+                    f"keyed by a dim, one of {', '.join(DIMS)}{nearest(dim, DIMS)}",
+                )
+                for axis in axes:
+                    require(
+                        axis in AXES,
+                        f"sharding.{column}.{dim}",
+                        list(axes),
+                        f"a list of mesh axes, from {', '.join(AXES)}{nearest(axis, AXES)}",
+                    )
