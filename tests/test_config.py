@@ -155,9 +155,9 @@ def test_no_docstring_names_an_option_that_is_not_there() -> None:
         ("optimizer.b1=1", "optimizer.b1=1.0: must be at least 0 and below 1"),
         ("model.layers=[{pattern: [{window: -1}]}]", "model.layers.window=-1: must be greater than zero"),
         ("run.name=a/b", "run.name='a/b': must be a folder name"),
-        ("mesh.stage=2", "mesh.stage=2: must be 1 in this version"),
-        ("mesh.context=2", "mesh.context=2: must be 1 in this version"),
-        ("mesh.model=2", "mesh.model=2: must be 1 in this version"),
+        ("mesh.stage=8", "mesh.stage=8: must be fewer: 4 layers"),
+        ("mesh.context=4", "mesh.context=4: must be a divisor of the key-value heads (2"),
+        ("context.attention=ring", "context.attention=ring: must be left out: mesh.context=1"),
         # between sections
         ("mesh.expert=3", "data.batch_size=32: must be a multiple of 3"),
         ("train.microbatches=5", "data.batch_size=32: must be a multiple of 5"),

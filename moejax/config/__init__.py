@@ -10,7 +10,14 @@ from moejax.axes import BATCH_AXES
 from moejax.config.checks import require
 from moejax.config.model import AttentionConfig, LayerGroup, LayerSpec, ModelConfig
 from moejax.config.moe import LossConfig, MoEConfig, MoEModelConfig
-from moejax.config.parallel import MeshConfig, RematConfig, ShardingConfig, WeightsConfig
+from moejax.config.parallel import (
+    ContextConfig,
+    MeshConfig,
+    PipelineConfig,
+    RematConfig,
+    ShardingConfig,
+    WeightsConfig,
+)
 from moejax.config.training import (
     CheckpointConfig,
     DataConfig,
@@ -26,6 +33,7 @@ __all__ = [
     "AttentionConfig",
     "CheckpointConfig",
     "Config",
+    "ContextConfig",
     "DataConfig",
     "EvalConfig",
     "LayerGroup",
@@ -38,6 +46,7 @@ __all__ = [
     "MoEModelConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PipelineConfig",
     "RematConfig",
     "RunConfig",
     "ShardingConfig",
@@ -58,6 +67,8 @@ class Config:
         loss: Auxiliary losses.
         weights: When weights are gathered.
         remat: Recomputation.
+        pipeline: Pipeline stages.
+        context: Sharded sequences.
         sharding: Sharding rules.
         data: Text and batches.
         train: Length of the run.
@@ -74,6 +85,8 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     remat: RematConfig = field(default_factory=RematConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -92,6 +105,7 @@ class Config:
         )
         if self.data.tokenizer == "byte":
             require(self.model.vocab_size >= 257, "model.vocab_size", self.model.vocab_size, "at least 257 for bytes")
+        self._check_mesh()
         if self.model.num_moe_layers:
             self._check_moe()
         else:
@@ -101,13 +115,55 @@ class Config:
                     idle = value != item.default and name not in ("balance_weight", "z_weight")
                     require(not idle, f"{section}.{name}", value, "left out: no layer of the model has ffn: moe")
 
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that experts are sharded over."""
+        return self.mesh.group(self.moe.expert_axes)
+
+    def _check_mesh(self) -> None:
+        mesh, pipeline, layers = self.mesh, self.pipeline, self.model.num_layers
+        for name, item in type(pipeline).__dataclass_fields__.items():
+            value = getattr(pipeline, name)
+            require(mesh.stage > 1 or value == item.default, f"pipeline.{name}", value, "left out: mesh.stage=1")
+        chunks = mesh.stage * pipeline.virtual_stages
+        require(chunks <= layers, "mesh.stage", mesh.stage, f"fewer: {layers} layers cannot make {chunks} chunks")
+        given = pipeline.layers
+        fits = len(given) == chunks and sum(given) == layers
+        require(not given or fits, "pipeline.layers", list(given), f"{chunks} numbers whose sum is {layers}")
+        late = mesh.stage > 1 and self.weights.gather != "step"
+        require(not late, "weights.gather", self.weights.gather, "step with mesh.stage: stages do not meet in between")
+        length, heads = self.data.sequence_length, self.model.attention
+        require(
+            length % mesh.context == 0, "data.sequence_length", length, f"a multiple of mesh.context={mesh.context}"
+        )
+        require(
+            mesh.context > 1 or self.context == ContextConfig(),
+            "context.attention",
+            "ring",
+            "left out: mesh.context=1",
+        )
+        whole = self.context.attention == "ring" or heads.num_kv_heads % (mesh.context * mesh.model) == 0
+        require(
+            whole,
+            "mesh.context",
+            mesh.context,
+            f"a divisor of the key-value heads ({heads.num_kv_heads}, over mesh.model), or set context.attention=ring",
+        )
+
     def _check_moe(self) -> None:
-        model, shards = self.model.moe, self.mesh.expert
+        model, shards = self.model.moe, self.expert_ranks
+        folded = "context" in self.moe.expert_axes
+        require(
+            not folded or self.mesh.context > 1,
+            "moe.expert_axes",
+            list(self.moe.expert_axes),
+            "[expert]: mesh.context=1",
+        )
         require(
             model.num_experts % shards == 0,
             "model.moe.num_experts",
             model.num_experts,
-            f"a multiple of mesh.expert={shards}",
+            f"a multiple of {' x '.join(f'mesh.{axis}' for axis in self.moe.expert_axes)}={shards}",
         )
         local = self.moe.exchange == "local" and shards > 1
         require(not local, "moe.exchange", "local", f"padded, or left out, with mesh.expert={shards}")

@@ -101,6 +101,7 @@ class MoEConfig:
             the weights of all ranks) or the highest `position` (local expert, source rank, position in the batch).
         renormalize_dropped: Scale the weights of a token's other routes up, so that their sum stays as it was.
         deduplicate: A token that chose several experts of one rank crosses the wire once.
+        expert_axes: Mesh axes that experts are sharded over: [expert], or [context, expert] to fold both.
         routing: `learned`, or for benchmarks `uniform` or `random`, which ignore what the router learned.
     """
 
@@ -110,6 +111,7 @@ class MoEConfig:
     drop_order: Literal["position", "weight"] = "weight"
     renormalize_dropped: bool = False
     deduplicate: bool = False
+    expert_axes: tuple[str, ...] = ("expert",)
     routing: Literal["learned", "uniform", "random"] = "learned"
 
     def __post_init__(self) -> None:
@@ -125,6 +127,8 @@ class MoEConfig:
             True,
             f"false with moe.exchange={exchange}: only padded and ragged send a row more than once",
         )
+        folds = (("expert",), ("context", "expert"))
+        require(self.expert_axes in folds, "moe.expert_axes", list(self.expert_axes), "[expert] or [context, expert]")
 
 
 @dataclass(frozen=True)

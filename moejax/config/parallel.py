@@ -29,9 +29,6 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         positive("mesh", self, *AXES)
-        for axis in ("stage", "context", "model"):
-            size = getattr(self, axis)
-            require(size == 1, f"mesh.{axis}", size, "1 in this version; use mesh.data and mesh.expert")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,6 +49,39 @@ class MeshConfig:
         for axis in axes:
             size *= getattr(self, axis)
         return size
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How layers run over pipeline stages.
+
+    Args:
+        schedule: `1f1b` (forward and backward in turn; memory does not grow with microbatches) or `gpipe` (all
+            forward, then all backward).
+        virtual_stages: Chunks of layers on each stage; more of them make the bubble smaller and messages more.
+        layers: Layers of each chunk, first to last, one number for each stage and virtual stage; empty to balance
+            them by their FLOPs. Chunks are cut between repetitions of a pattern.
+    """
+
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    virtual_stages: int = 1
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive("pipeline", self, "virtual_stages")
+        require(all(n > 0 for n in self.layers), "pipeline.layers", list(self.layers), "numbers greater than zero")
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """How attention runs over a sequence that is sharded over `mesh.context`.
+
+    Args:
+        attention: `ulysses` (two all-to-alls, so that each device has some heads of the whole sequence; the context
+            size divides both head counts) or `ring` (keys and values go round; any size).
+    """
+
+    attention: Literal["ulysses", "ring"] = "ulysses"
 
 
 @dataclass(frozen=True)
