@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moejax.axes import CONTEXT
 from moejax.config import Config, LayerSpec, ModelConfig
 from moejax.model.parameters import ZEROS, weight
 from moejax.moe.exchange import make_exchange
@@ -14,8 +15,8 @@ from moejax.moe.layer import moe_layer
 from moejax.moe.router import RouterWeights
 from moejax.moe.statistics import Statistics
 from moejax.nn.activations import activate, num_inner
-from moejax.nn.attention import attention
 from moejax.nn.basic import rms_norm, rotary
+from moejax.nn.context_attention import context_attention
 
 
 class Tokens(NamedTuple):
@@ -45,7 +46,8 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions and optional QK norm."""
 
-    def __init__(self, config: ModelConfig, window: int | None):
+    def __init__(self, run: Config, window: int | None):
+        config, self.context = run.model, (run.mesh.context, run.context.attention)
         a, width = config.attention, config.d_model
         out_std = config.init_std / (2 * config.num_layers) ** 0.5
         self.config, self.window = a, window
@@ -72,7 +74,7 @@ class Attention(nnx.Module):
             q, k = self._norm(self.query_norm, q), self._norm(self.key_norm, k)
         q = rotary(q, tokens.positions, self.config.rope_theta)
         k = rotary(k, tokens.positions, self.config.rope_theta)
-        y = attention(q, k, v, tokens.segments, self.window)
+        y = context_attention(q, k, v, tokens.segments, self.window, CONTEXT, *self.context)
         return jnp.einsum("bshk,hkd->bsd", y, self.out[...])
 
 
@@ -167,7 +169,7 @@ class Block(nnx.Module):
     def __init__(self, config: Config, spec: LayerSpec):
         model = config.model
         self.attention_norm = RMSNorm(model.d_model, model.norm_eps)
-        self.attention = Attention(model, spec.window)
+        self.attention = Attention(config, spec.window)
         self.ffn_norm = RMSNorm(model.d_model, model.norm_eps)
         self.ffn = MoE(config) if spec.ffn == "moe" else MLP(model, model.mlp_dim)
         branch = model.moe.dense_dim if spec.ffn == "moe" else 0
