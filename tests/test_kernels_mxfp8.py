@@ -12,9 +12,11 @@ from moejax.kernels import (
     MXOptions,
     dequantize,
     grouped_matmul,
+    merge,
     mx_grouped_matmul,
     quantize,
-    quantize_weights,
+    quantize_weight,
+    split_constants,
 )
 
 
@@ -100,7 +102,7 @@ def _sqnr(got, want) -> float:
     return -20 * np.log10(oracle.relative_error(got, want))
 
 
-@pytest.mark.parametrize("wgrad", ["bfloat16", "mxfp8"])
+@pytest.mark.parametrize("wgrad", ["dequantized", "mxfp8"])
 def test_grouped_matmul_and_gradients(wgrad):
     rng = np.random.default_rng(4)
     sizes = np.array([64, 0, 96, 32], np.int32)
@@ -111,7 +113,7 @@ def test_grouped_matmul_and_gradients(wgrad):
 
     def run(lhs, rhs, grad, sizes):
         def product(lhs, rhs):
-            return mx_grouped_matmul(lhs, quantize_weights(rhs), rhs, sizes, options=MXOptions(wgrad=wgrad))
+            return mx_grouped_matmul(lhs, quantize_weight(rhs), sizes, options=MXOptions(wgrad=wgrad))
 
         out, pullback = jax.vjp(product, lhs, rhs)
         return out, *pullback(grad)
@@ -138,7 +140,7 @@ def test_misaligned_groups_poison_an_mxfp8_weight_gradient():
     @jax.grad
     def gradient(rhs, sizes):
         options = MXOptions(wgrad="mxfp8")
-        return mx_grouped_matmul(lhs, quantize_weights(rhs), rhs, sizes, options=options).sum().astype(jnp.float32)
+        return mx_grouped_matmul(lhs, quantize_weight(rhs), sizes, options=options).sum().astype(jnp.float32)
 
     assert np.isnan(np.asarray(gradient(rhs, jnp.array([31, 33])), np.float32)).all()
     assert np.isfinite(np.asarray(gradient(rhs, jnp.array([32, 32])), np.float32)).all()
@@ -149,10 +151,10 @@ def test_sink_takes_the_gradient_of_cached_weights():
     sizes = jnp.array([40, 24], jnp.int32)
     lhs = jnp.asarray(rng.standard_normal((64, 64)), jnp.bfloat16)
     rhs = jnp.asarray(rng.standard_normal((2, 64, 32)), jnp.bfloat16)
-    cached = jax.jit(quantize_weights)(rhs)
+    _, cached = split_constants({"w": jax.jit(quantize_weight)(rhs)})
 
     def loss(sink):
-        return jnp.sum(mx_grouped_matmul(lhs, cached, sink, sizes).astype(jnp.float32) ** 2)
+        return jnp.sum(mx_grouped_matmul(lhs, merge({"w": sink}, cached)["w"], sizes).astype(jnp.float32) ** 2)
 
     got = jax.jit(jax.grad(loss))(jnp.zeros(rhs.shape, jnp.float32))
     want = jax.grad(lambda w: jnp.sum(grouped_matmul(lhs, w, sizes).astype(jnp.float32) ** 2))(rhs)
@@ -167,10 +169,11 @@ def test_same_in_a_checked_shard_map_with_replicated_weights():
     lhs = jnp.asarray(rng.standard_normal((64, 32)), jnp.bfloat16)
     rhs = jnp.asarray(rng.standard_normal((2, 32, 32)), jnp.bfloat16)
     sizes = jnp.array([[20, 12], [0, 30]], jnp.int32)
-    cached = quantize_weights(rhs)
+    _, cached = split_constants(quantize_weight(rhs))
 
     def loss(sink, cached, lhs, sizes):
-        return jnp.sum(jax.checkpoint(mx_grouped_matmul)(lhs, cached, sink, sizes).astype(jnp.float32) ** 2)
+        product = jax.checkpoint(mx_grouped_matmul)(lhs, merge(sink, cached), sizes)
+        return jnp.sum(product.astype(jnp.float32) ** 2)
 
     def device(sink, cached, lhs, sizes):
         value, grad = jax.value_and_grad(loss)(sink, cached, lhs, sizes[0])

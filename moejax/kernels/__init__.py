@@ -3,7 +3,8 @@
 from moejax.kernels.gated import gated_matmul
 from moejax.kernels.grouped import grouped_matmul
 from moejax.kernels.kernel import BACKENDS, Backends, Kernel, Tiles
-from moejax.kernels.mx_grouped import MXOptions, MXWeights, mx_grouped_matmul, quantize_weights
+from moejax.kernels.mx_matmul import MXOptions, mx_grouped_matmul, mx_matmul
+from moejax.kernels.mx_weight import MXWeight, merge, quantize_weight, split_constants
 from moejax.kernels.mxfp8 import MXArray, dequantize, quantize
 from moejax.kernels.table import target
 from moejax.kernels.varying import vary_like
@@ -14,14 +15,17 @@ __all__ = [
     "Kernel",
     "MXArray",
     "MXOptions",
-    "MXWeights",
+    "MXWeight",
     "Tiles",
     "dequantize",
     "gated_matmul",
     "grouped_matmul",
+    "merge",
     "mx_grouped_matmul",
+    "mx_matmul",
     "quantize",
-    "quantize_weights",
+    "quantize_weight",
+    "split_constants",
     "target",
     "vary_like",
 ]

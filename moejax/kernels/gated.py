@@ -44,12 +44,9 @@ def gated_matmul(
     if lhs.ndim != 2 or gate_up.ndim != 3 or lhs.shape[1] != gate_up.shape[1] or gate_up.shape[2] % 2:
         raise ValueError(f"gated_matmul: shapes do not fit: {lhs.shape=} {gate_up.shape=}")
     num_rows = lhs.shape[0] if index is None else index.shape[0]
-    if backend is None:
-        backend = table.choose_all(lhs.dtype, num_rows, gate_up.shape[0], None)
-    elif not isinstance(backend, Backends):
-        backend = Backends.all(backend)
+    backends = table.backends(backend, lhs.dtype, num_rows, gate_up.shape[0])
     args = (lhs, gate_up, group_sizes.astype(jnp.int32), scale, index)
-    return _gated_matmul(*vary(args, varying_axes(args)), backend)
+    return _gated_matmul(*vary(args, varying_axes(args)), backends)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

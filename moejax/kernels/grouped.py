@@ -49,14 +49,11 @@ def grouped_matmul(
         raise ValueError(f"grouped_matmul: shapes do not fit: {lhs.shape=} {rhs.shape=} {group_sizes.shape=}")
     if lhs.dtype != rhs.dtype or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"grouped_matmul: types do not fit: {lhs.dtype=} {rhs.dtype=} {group_sizes.dtype=}")
-    if backend is None:
-        backend = table.choose_all(lhs.dtype, lhs.shape[0], rhs.shape[0], max_group_size)
-    elif not isinstance(backend, Backends):
-        backend = Backends.all(backend)
+    backends = table.backends(backend, lhs.dtype, lhs.shape[0], rhs.shape[0], max_group_size)
     out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
     axes = varying_axes(lhs, rhs, group_sizes)  # outside the gradient rule: the transpose of this cast sums gradients
     lhs, rhs, group_sizes = (vary(a, axes) for a in (lhs, rhs, group_sizes.astype(jnp.int32)))
-    return _grouped_matmul(lhs, rhs, group_sizes, backend, transpose_rhs, out_dtype)
+    return _grouped_matmul(lhs, rhs, group_sizes, backends, transpose_rhs, out_dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

@@ -129,3 +129,18 @@ def choose(
 def choose_all(dtype: DTypeLike, num_rows: int, num_groups: int, max_group_size: int | None) -> Backends:
     """The table's kernels for all directions."""
     return Backends(*(choose(d, dtype, num_rows, num_groups, max_group_size) for d in ("forward", "dgrad", "wgrad")))
+
+
+def backends(
+    given: str | Kernel | Backends | None,
+    dtype: DTypeLike,
+    num_rows: int,
+    num_groups: int,
+    max_group_size: int | None = None,
+) -> Backends:
+    """The kernels of all directions: those that the caller gives, or the table's."""
+    if isinstance(given, Backends):
+        return given
+    if given is not None:
+        return Backends.all(given)
+    return choose_all(dtype, num_rows, num_groups, max_group_size)

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.kernels import grouped_matmul
+from moejax.kernels import MXWeight, grouped_matmul, mx_grouped_matmul
 from moejax.nn.activations import activate
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of the local experts.
+    """Weights of the local experts; the matrices may be in MXFP8.
 
     Attributes:
         gate_up: [e, D, g, F], gate and up side by side; g is 1 without a gate.
@@ -23,8 +23,8 @@ class ExpertWeights(NamedTuple):
         down_bias: [e, D], or None.
     """
 
-    gate_up: jax.Array
-    down: jax.Array
+    gate_up: jax.Array | MXWeight
+    down: jax.Array | MXWeight
     gate_up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
 
@@ -50,16 +50,16 @@ def experts(
     Returns:
         [R, D]; rows past the sum of sizes are zero.
     """
-    local, _, inner, width = weights.gate_up.shape
+    _, _, inner, width = weights.gate_up.shape
     if weight_on_input:
         rows_RD = _weighted(rows_RD, weight_R)
-    hidden = grouped_matmul(rows_RD, weights.gate_up.reshape(local, -1, inner * width), sizes_e)
+    hidden = _product(rows_RD, weights.gate_up, sizes_e)
     if weights.gate_up_bias is not None:
         hidden = hidden + _of_rows(weights.gate_up_bias, sizes_e, hidden.shape[0])
     hidden = activate(hidden.reshape(-1, inner, width), activation)
     if not weight_on_input:
         hidden = _weighted(hidden, weight_R)
-    out = grouped_matmul(hidden, weights.down, sizes_e)
+    out = _product(hidden, weights.down, sizes_e)
     if weights.down_bias is not None:
         bias = _of_rows(weights.down_bias, sizes_e, out.shape[0])
         if not weight_on_input:
@@ -67,6 +67,13 @@ def experts(
             bias = _weighted(bias, jnp.where(live, weight_R, 0.0))
         out = out + bias
     return out
+
+
+def _product(rows_RK: jax.Array, weight: jax.Array | MXWeight, sizes_e: jax.Array) -> jax.Array:
+    """Rows times the matrix [K, *N] of their expert, [R, N]."""
+    if isinstance(weight, MXWeight):
+        return mx_grouped_matmul(rows_RK, weight, sizes_e)
+    return grouped_matmul(rows_RK, weight.reshape(*weight.shape[:2], -1), sizes_e)
 
 
 def _weighted(rows_RX: jax.Array, weight_R: jax.Array) -> jax.Array:
