@@ -105,6 +105,8 @@ class Config:
         )
         if self.data.tokenizer == "byte":
             require(self.model.vocab_size >= 257, "model.vocab_size", self.model.vocab_size, "at least 257 for bytes")
+        narrow = self.weights.compute == "bfloat16" and self.model.dtype != "bfloat16"
+        require(not narrow, "weights.compute", "bfloat16", f"left out, or mxfp8, with model.dtype={self.model.dtype}")
         self._check_mesh()
         if self.model.num_moe_layers:
             self._check_moe()

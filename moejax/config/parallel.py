@@ -86,14 +86,30 @@ class ContextConfig:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """When storage is gathered into compute weights.
+    """Compute weights: when storage is gathered into them, and how they are multiplied.
 
     Args:
         gather: `step` once per optimizer step; `microbatch` once per microbatch; `layer` in every layer,
             again in backward.
+        compute: `mxfp8` quantises the matrices of attention, FFNs and experts, their inputs in forward and their
+            gradients in backward, to E4M3 with a power-of-two scale per 32 values; weight gradients are as always.
+            `bfloat16` is that of `model.dtype`; null is `model.dtype`, whatever it is.
+        keep: With `mxfp8`, parameters or modules that are not quantised, as patterns of dotted names such as
+            `*.attention` or `groups_0.*`.
+        scale: With `mxfp8`, how a scale is chosen: `round_ceiling` clips nothing; `floor`, as in the OCP
+            specification, clips the largest values of about a fifth of the blocks.
     """
 
     gather: Literal["step", "microbatch", "layer"] = "step"
+    compute: Literal["bfloat16", "mxfp8"] | None = None
+    keep: tuple[str, ...] = ()
+    scale: Literal["round_ceiling", "floor"] = "round_ceiling"
+
+    def __post_init__(self) -> None:
+        plain = self.compute != "mxfp8"
+        require(not (plain and self.keep), "weights.keep", list(self.keep), "left out without weights.compute=mxfp8")
+        floor = plain and self.scale != "round_ceiling"
+        require(not floor, "weights.scale", self.scale, "left out without weights.compute=mxfp8")
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,16 @@ def _weight_gradient(rows: jax.Array, grad: jax.Array, group_sizes: jax.Array | 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _mx_matmul(lhs, forward, backward, sink, group_sizes, backends, options, mode):
+def _mx_matmul(
+    lhs: jax.Array,
+    forward: MXArray,
+    backward: MXArray,
+    sink: jax.Array,
+    group_sizes: jax.Array | None,
+    backends: Backends | None,
+    options: MXOptions,
+    mode: ScaleMode,
+) -> jax.Array:
     return _forward(lhs, forward, backward, sink, group_sizes, backends, options, mode)[0]
 
 
