@@ -11,8 +11,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from moejax.axes import TOKEN_AXES
+from moejax.axes import CONTEXT, TOKEN_AXES
 from moejax.moe.router import Route
 
 Scope = Literal["sequence", "sequence_unbiased", "local", "synchronized", "accumulated", "global_batch"]
@@ -23,7 +24,7 @@ def count_experts(expert: jax.Array, num_experts: int) -> jax.Array:
     return jnp.bincount(expert.reshape(-1), length=num_experts + 1)[:num_experts].astype(jnp.int32)
 
 
-def sequence_sum(route: Route, valid_BS: jax.Array, unbiased: bool = False) -> jax.Array:
+def sequence_sum(route: Route, valid_BS: jax.Array, unbiased: bool = False, sharded: bool = False) -> jax.Array:
     """Balance loss of each sequence by itself, times its tokens, summed.
 
     Each sequence has its own histogram, so neither the mesh nor the number of microbatches changes the value.
@@ -33,6 +34,7 @@ def sequence_sum(route: Route, valid_BS: jax.Array, unbiased: bool = False) -> j
         valid_BS: Tokens that exist.
         unbiased: Count the experts of the K highest scores, whatever bias and groups made of them: the
             sequence-wise loss of DeepSeek-V3 (equations 17 to 20).
+        sharded: The sequences are sharded over the context axis: their histograms are summed over it, B x N integers.
     """
     num_experts, top_k = route.score_TE.shape[1], route.expert_TK.shape[1]
     expert_TK = route.expert_TK
@@ -40,6 +42,8 @@ def sequence_sum(route: Route, valid_BS: jax.Array, unbiased: bool = False) -> j
         best_TK = lax.top_k(lax.stop_gradient(route.score_TE), top_k)[1]
         expert_TK = jnp.where(valid_BS.reshape(-1, 1), best_TK, num_experts)
     counts_BE = jax.vmap(lambda e: count_experts(e, num_experts))(expert_TK.reshape(valid_BS.shape[0], -1))
+    if sharded:
+        counts_BE = checkpoint_name(lax.psum(counts_BE, CONTEXT), "plan")
     score_BSE = jnp.where(valid_BS[:, :, None], route.score_TE.reshape(*valid_BS.shape, num_experts), 0.0)
     return jnp.sum(weighted_scores(counts_BE, jnp.sum(score_BSE, axis=1)))
 

@@ -46,7 +46,8 @@ class Statistics(NamedTuple):
 
 def collect(route: Route, plan: Plan, valid_BS: jax.Array, config: Config) -> Statistics:
     """Statistics of one layer; `route.weight_TK` are the weights before admission."""
-    num_experts = route.score_TE.shape[1]
+    num_experts, scope = route.score_TE.shape[1], config.loss.balance_scope
+    sharded = config.mesh.context > 1 and scope.startswith("sequence")
     routed_TK, valid_T = route.expert_TK < num_experts, valid_BS.reshape(-1)
     lost_TK = routed_TK & ~plan.kept_TK
     kept_expert_TK = jnp.where(plan.kept_TK, route.expert_TK, num_experts)
@@ -56,7 +57,7 @@ def collect(route: Route, plan: Plan, valid_BS: jax.Array, config: Config) -> St
         requested_E=count_experts(route.expert_TK, num_experts),
         kept_E=count_experts(kept_expert_TK, num_experts),
         score_E=jnp.sum(jnp.where(valid_T[:, None], route.score_TE, 0.0), axis=0),
-        balance_sum=sequence_sum(route, valid_BS, config.loss.balance_scope == "sequence_unbiased"),
+        balance_sum=sequence_sum(route, valid_BS, scope == "sequence_unbiased", sharded),
         z_sum=z_loss_sum(route, valid_T),
         lost_one=jnp.sum(jnp.any(lost_TK, axis=1), dtype=jnp.int32),
         lost_all=jnp.sum(jnp.any(lost_TK, axis=1) & ~jnp.any(plan.kept_TK, axis=1), dtype=jnp.int32),

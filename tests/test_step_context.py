@@ -1,0 +1,76 @@
+"""Sequences sharded over the context axis: losses and gradients equal the dense oracle on every mesh."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from reference_model import reference_loss
+from test_step_mesh import assert_trees_close
+
+from moejax.config import (
+    AttentionConfig,
+    Config,
+    ContextConfig,
+    LayerGroup,
+    LayerSpec,
+    LossConfig,
+    MeshConfig,
+    RematConfig,
+    WeightsConfig,
+)
+
+LOSS = LossConfig(balance_weight=0.3, z_weight=0.1)  # large, so that their gradients are seen
+MODEL = dataclasses.replace(
+    tiny.MODEL,
+    layers=(LayerGroup(1, (LayerSpec("dense", window=5),)), LayerGroup(2)),
+    attention=AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=4),
+)
+
+
+def configuration(mesh: MeshConfig, kind: str, **sections: Any) -> Config:
+    """A run whose windows and documents cross shards."""
+    context = ContextConfig(kind) if mesh.context > 1 else ContextConfig()  # type: ignore[arg-type]
+    return dataclasses.replace(tiny.config(), mesh=mesh, model=MODEL, loss=LOSS, context=context, **sections)
+
+
+@cache
+def reference() -> tuple[Any, ...]:
+    """Parameters, loss, its parts and the gradients of the oracle."""
+    run = configuration(MeshConfig(), "ulysses")
+    params = jax.device_get(tiny.program(run).init(0).params)
+    batch = tiny.batch(run)
+    with jax.numpy_dtype_promotion("standard"):
+        (loss, parts), grads = jax.jit(jax.value_and_grad(lambda p: reference_loss(p, batch, run), has_aux=True))(
+            params
+        )
+    return params, float(loss), parts, grads
+
+
+def check(mesh: MeshConfig, kind: str, microbatches: int = 1, gather: str = "step", remat: str = "none") -> None:
+    weights, policy = WeightsConfig(gather), RematConfig(remat)  # type: ignore[arg-type]
+    train = dataclasses.replace(tiny.config().train, microbatches=microbatches)
+    run = configuration(mesh, kind, weights=weights, remat=policy, train=train)
+    _, want_loss, parts, want = reference()
+    program = tiny.program(run)
+    grads, metrics = jax.jit(program.gradients)(program.init(0).params, program.put(tiny.batch(run)))
+    np.testing.assert_allclose(float(metrics["loss"]), want_loss, rtol=1e-5)
+    for key in ("ce_loss", "balance_loss", "z_loss"):
+        np.testing.assert_allclose(float(metrics[key]), float(parts[key]), rtol=1e-5)
+    assert_trees_close(jax.device_get(grads), want, program.decoder.dims, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "microbatches", "gather", "remat"),
+    [
+        (MeshConfig(data=2, context=2, expert=2), "ulysses", 2, "step", "save_exchange"),
+        (MeshConfig(context=4, expert=2), "ring", 1, "layer", "full"),
+        (MeshConfig(data=2, context=4), "ulysses", 4, "microbatch", "none"),
+        (MeshConfig(context=2, expert=4), "ring", 1, "step", "none"),
+    ],
+)
+def test_gradients_equal_dense_oracle(mesh, kind, microbatches, gather, remat):
+    check(mesh, kind, microbatches, gather, remat)
