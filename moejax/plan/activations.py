@@ -63,9 +63,8 @@ def _ends_bytes(config: Config) -> int:
 def _residual_bytes(config: Config) -> int:
     decoder = Decoder(config)
     shapes = jax.tree.map(lambda s: s.shape, decoder.shapes)
-    layouts = make_layouts(
-        decoder.dims, shapes, config.mesh, dataclasses.replace(config.sharding, compute={}, storage={})
-    )
+    plain = dataclasses.replace(config.sharding, compute={}, storage={})
+    layouts = make_layouts(decoder.dims, shapes, dataclasses.replace(config, sharding=plain))
     weights = jax.tree.map(
         lambda layout: jax.ShapeDtypeStruct(layout.shape, layout.dtype(decoder.dtype)), layouts, is_leaf=is_layout
     )

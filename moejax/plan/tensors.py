@@ -103,7 +103,7 @@ def tensors(config: Config) -> list[Tensor]:
     """Every parameter of a run, in the order of its name in the tree. Needs no devices."""
     decoder = Decoder(config)
     shapes = jax.tree.map(lambda s: s.shape, decoder.shapes)
-    layouts = make_layouts(decoder.dims, shapes, config.mesh, config.sharding)
+    layouts = make_layouts(decoder.dims, shapes, config)
     states = _states(config, decoder)
     found = []
     leaves = jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout)

@@ -39,7 +39,7 @@ class Program:
         self.mesh = make_mesh(config.mesh) if mesh is None else mesh
         self.decoder = Decoder(config)
         shapes = jax.tree.map(lambda s: s.shape, self.decoder.shapes)
-        self.layouts = make_layouts(self.decoder.dims, shapes, config.mesh, config.sharding)
+        self.layouts = make_layouts(self.decoder.dims, shapes, config)
         self.optimizer, self.schedule = make_optimizer(config, self.decoder.dims)
         self.gradients = gradient_function(self.decoder, self.layouts, config, self.mesh)
         evaluate = evaluation_function(self.decoder, self.layouts, config, self.mesh)

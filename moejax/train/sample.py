@@ -32,7 +32,7 @@ def sample_run(
     config = dataclasses.replace(config, mesh=MeshConfig(), moe=exchange)
     decoder, tokenizer = Decoder(config), load_tokenizer(config.data.tokenizer)
     shapes = jax.tree.map(lambda leaf: leaf.shape, decoder.shapes)
-    layouts = make_layouts(decoder.dims, shapes, config.mesh, config.sharding)
+    layouts = make_layouts(decoder.dims, shapes, config)
     device = SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=device), decoder.shapes)
     folder = RunFolder(config)

@@ -1,0 +1,111 @@
+"""Between storage and compute layout, inside `shard_map`: `gather`, and its adjoint `reduce`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from moejax.axes import AXES, STAGE, TOKEN_AXES
+from moejax.config import MeshConfig
+from moejax.sharding.layout import Layout, is_layout
+from moejax.varying import vary, varying_axes
+
+
+def gather(tree: Mapping[str, Any], layouts: Mapping[str, Any], dtype: jnp.dtype) -> Any:
+    """Storage shards to compute weights: one all_gather per sharded dim of a leaf, and to stages one all_to_all before.
+
+    The result varies over every token axis, so that its gradient stays local until `reduce`.
+    """
+
+    def one(layout: Layout, x: jax.Array) -> jax.Array:
+        x = x.astype(layout.dtype(dtype))
+        if layout.slots:
+            x = _to_stages(x, layout)
+        for dim, axes in enumerate(layout.gathered):
+            if axes:
+                x = lax.all_gather(x, axes, axis=dim, tiled=True)
+        return vary(x, TOKEN_AXES)
+
+    with jax.named_scope("gather"):
+        return jax.tree.map(one, layouts, tree, is_leaf=is_layout)
+
+
+def reduce(grads: Mapping[str, Any], layouts: Mapping[str, Any]) -> Any:
+    """Local gradients of compute weights to summed float32 storage shards: the adjoint of `gather`."""
+
+    def one(layout: Layout, g: jax.Array) -> jax.Array:
+        g = g.astype(jnp.float32)
+        for dim, axes in enumerate(layout.gathered):
+            if axes:
+                rest = g.shape[dim + 1 :]
+                if "head_dim" in layout.dims[dim + 1 :]:  # XLA for TPU scatters [D, H x d], but all-reduces [D, H, d]
+                    g = g.reshape(*g.shape[: dim + 1], -1)
+                g = lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
+                g = g.reshape(*g.shape[: dim + 1], *rest)
+        if layout.slots:
+            g = _from_stages(g, layout)
+        return lax.psum(g, layout.sum_axes) if layout.sum_axes else g
+
+    with jax.named_scope("reduce"):
+        return jax.tree.map(one, layouts, grads, is_leaf=is_layout)
+
+
+def _to_stages(x: jax.Array, layout: Layout) -> jax.Array:
+    """Layers [L, ...] that every stage has a piece of, or all of, to the slots of this stage; empty ones are zero."""
+    table = np.asarray(layout.slots, np.int32)
+    if layout.stage_dim is None:
+        return _take(x, jnp.asarray(table)[lax.axis_index(STAGE)])
+    x = _take(x, table.reshape(-1))
+    return lax.all_to_all(x, STAGE, split_axis=0, concat_axis=layout.stage_dim, tiled=True)
+
+
+def _from_stages(g: jax.Array, layout: Layout) -> jax.Array:
+    """The adjoint: to pieces of all layers [L, ...], or to this stage's share of a sum over stages."""
+    table = np.asarray(layout.slots, np.int32)
+    if layout.stage_dim is None:
+        return place_layers(g, layout.slots, layout.shape[0])
+    g = lax.all_to_all(g, STAGE, split_axis=layout.stage_dim, concat_axis=0, tiled=True)
+    place = np.zeros(layout.shape[0], np.int32)
+    place[table.reshape(-1)[table.reshape(-1) >= 0]] = np.nonzero(table.reshape(-1) >= 0)[0]
+    return _take(g, place)
+
+
+def _take(x: jax.Array, index: np.ndarray | jax.Array) -> jax.Array:
+    """Rows of the first dim, zero for -1."""
+    if isinstance(index, np.ndarray) and np.array_equal(index, np.arange(x.shape[0])):
+        return x
+    taken = jnp.take(x, jnp.maximum(index, 0), axis=0)
+    live = jnp.asarray(index >= 0).reshape(-1, *([1] * (x.ndim - 1)))
+    return jnp.where(live, taken, jnp.zeros_like(taken))
+
+
+def place_layers(x: jax.Array, slots: tuple[tuple[int, ...], ...], num_layers: int) -> jax.Array:
+    """This stage's slots [slots, ...] at the places of their layers [L, ...], zero elsewhere: a share of a sum."""
+    mine = jnp.asarray(np.asarray(slots, np.int32))[lax.axis_index(STAGE)]
+    mine = jnp.where(mine >= 0, mine, num_layers)
+    empty = vary(jnp.zeros((num_layers, *x.shape[1:]), x.dtype), varying_axes(mine, x))
+    return empty.at[mine].set(x, mode="drop")
+
+
+def gather_for(layouts: Any, dtype: jnp.dtype) -> Any:
+    """`gather` as a function whose gradient is `reduce`, in float32 whatever the compute dtype."""
+
+    @jax.custom_vjp
+    def apply(tree: Any) -> Any:
+        return gather(tree, layouts, dtype)
+
+    apply.defvjp(lambda tree: (gather(tree, layouts, dtype), None), lambda _, grads: (reduce(grads, layouts),))
+    return apply
+
+
+def sum_of_squares(grads: Any, layouts: Any, mesh: MeshConfig) -> jax.Array:
+    """This device's share of the squared global norm; the sum over all devices counts each parameter once."""
+
+    def one(layout: Layout, g: jax.Array) -> jax.Array:
+        replicas = mesh.size // mesh.group(layout.storage_axes)
+        return vary(jnp.sum(jnp.square(g)) / replicas, AXES)
+
+    return jax.tree.reduce(jnp.add, jax.tree.map(one, layouts, grads, is_leaf=is_layout))
