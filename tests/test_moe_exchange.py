@@ -12,8 +12,7 @@ import tiny
 from jax.sharding import PartitionSpec
 from moe_oracle import admitted, dense_layer
 
-from moejax.axes import EXPERT
-from moejax.config import Config, DataConfig, MeshConfig, MoEConfig, MoEModelConfig
+from moejax.config import Config, ContextConfig, DataConfig, MeshConfig, MoEConfig, MoEModelConfig
 from moejax.moe import rows
 from moejax.moe.admission import Capacity
 from moejax.moe.exchange import make_exchange
@@ -48,21 +47,24 @@ def data(load: str) -> dict:
     return {"x": x, "valid": valid, "cotangent": draw(ROWS, LENGTH, D), **weights}
 
 
-def run_config(exchange: Any, ranks: int, top_k: int, **moe) -> Config:
+def run_config(exchange: Any, ranks: int, top_k: int, fold: int = 1, **moe) -> Config:
+    """A layer on `ranks` expert ranks, of which `fold` lie along the context axis."""
     merge = "raw" if top_k == 1 else "sum_to_one"  # one weight that is always one has no gradient
     model = MoEModelConfig(num_experts=E, top_k=top_k, expert_dim=F, router_bias=True, merge=merge)
+    axes = ("context", "expert") if fold > 1 else ("expert",)
     return Config(
-        mesh=MeshConfig(expert=ranks),
+        mesh=MeshConfig(context=fold, expert=ranks // fold),
         model=dataclasses.replace(tiny.MODEL, moe=model),
-        moe=MoEConfig(exchange, **moe),
+        moe=MoEConfig(exchange, expert_axes=axes, **moe),
+        context=ContextConfig("ring" if fold > 1 else "ulysses"),
         data=DataConfig(batch_size=ROWS),
     )
 
 
 def layer_function(config: Config):
     """Jitted: output, gradients, choice, weights, kept routes and statistics over a mesh of ranks."""
-    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.expert])
-    split, one = PartitionSpec(EXPERT), PartitionSpec()
+    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.size])
+    split, one = PartitionSpec(config.moe.expert_axes), PartitionSpec()
     specs = {
         "x": split,
         "valid": split,
@@ -89,7 +91,7 @@ def layer_function(config: Config):
         plan = exchange.plan(chosen.expert_TK, chosen.weight_TK)
         lead = lambda v: v[None]  # noqa: E731
         facts = {"expert": chosen.expert_TK, "weight": chosen.weight_TK, "kept": plan.kept_TK, "sizes": plan.sizes_e}
-        return y, grads, jax.tree.map(lead, facts), jax.lax.psum(statistics, EXPERT)
+        return y, grads, jax.tree.map(lead, facts), jax.lax.psum(statistics, config.moe.expert_axes)
 
     out_specs = split, {k: specs[k] for k in specs if k not in ("valid", "cotangent")}, split, one
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=True))
@@ -129,9 +131,9 @@ def assert_close(got, want, name: str, per_expert: bool = False) -> None:
         assert np.abs(got[part] - want[part]).max() <= 1e-5 * scale, (name, part)
 
 
-def check(monkeypatch, exchange: str, ranks: int, top_k: int, loads=LOADS, **moe) -> None:
+def check(monkeypatch, exchange: str, ranks: int, top_k: int, loads=LOADS, fold: int = 1, **moe) -> None:
     monkeypatch.setattr(rows, "UNWRITTEN", np.nan)
-    config = run_config(exchange, ranks, top_k, **moe)
+    config = run_config(exchange, ranks, top_k, fold, **moe)
     function = layer_function(config)
     capacity = Capacity(config.moe.capacity, config.moe.capacity_per == "expert", config.moe.drop_order == "weight")
     for load in loads:
@@ -199,6 +201,25 @@ def test_exchange_equals_dense_loop(monkeypatch, exchange, ranks, top_k, dedupli
 @pytest.mark.parametrize(("exchange", "ranks", "top_k", "deduplicate"), [c for c in PRODUCT if c not in COVER])
 def test_exchange_equals_dense_loop_whole_product(monkeypatch, exchange, ranks, top_k, deduplicate):
     check(monkeypatch, exchange, ranks, top_k, deduplicate=deduplicate)
+
+
+FOLDED = [
+    ("padded", 4, 8, 2, {"deduplicate": True}),
+    ("ragged", 8, 2, 2, {"capacity": 0.6}),
+    ("gather", 8, 2, 4, {}),
+]
+
+
+@pytest.mark.parametrize(("exchange", "ranks", "top_k", "fold", "moe"), FOLDED)
+def test_exchange_over_two_axes_equals_dense_loop(monkeypatch, exchange, ranks, top_k, fold, moe):
+    check(monkeypatch, exchange, ranks, top_k, ("even", "one rank", "padding"), fold, **moe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fold", [2, 4])
+@pytest.mark.parametrize(("exchange", "ranks", "top_k", "deduplicate"), [c for c in PRODUCT if c[1] == 8])
+def test_exchange_over_two_axes_equals_dense_loop_whole_product(monkeypatch, exchange, ranks, top_k, deduplicate, fold):
+    check(monkeypatch, exchange, ranks, top_k, fold=fold, deduplicate=deduplicate)
 
 
 CAPACITY = [

@@ -118,9 +118,9 @@ def _admit_by_weight(counts_SE: jax.Array, weight_SN: jax.Array, pools: int, row
     return kept_SE.reshape(sources, num_experts + 1)[:, :num_experts]
 
 
-def admit_all(by_expert: Sorted, axis: str, ranks: int, rows: int, capacity: Capacity) -> jax.Array:
-    """Admitted routes [S, E] of all sources along `axis`, whose buffers hold `rows` for all sources together."""
-    counts_SE = lax.all_gather(by_expert.counts_E, axis)
+def admit_all(by_expert: Sorted, axes: tuple[str, ...], ranks: int, rows: int, capacity: Capacity) -> jax.Array:
+    """Admitted routes [S, E] of all sources along `axes`, whose buffers hold `rows` for all sources together."""
+    counts_SE = lax.all_gather(by_expert.counts_E, axes)
     by_weight = capacity.factor is not None and capacity.by_weight
-    weight_SN = lax.all_gather(by_expert.weight_N, axis) if by_weight else by_expert.weight_N[None]
+    weight_SN = lax.all_gather(by_expert.weight_N, axes) if by_weight else by_expert.weight_N[None]
     return admit(counts_SE, weight_SN, ranks, rows, capacity)

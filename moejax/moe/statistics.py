@@ -120,7 +120,7 @@ def summarize(total: Statistics, num_tokens: jax.Array, ranks: int, row_bytes: i
     }
 
 
-def pair_matrix(expert_TK: jax.Array, num_experts: int, ranks: int, axis: str) -> jax.Array:
-    """Requested routes from each source rank to each destination rank along `axis`, [S, P], on demand."""
+def pair_matrix(expert_TK: jax.Array, num_experts: int, ranks: int, axes: str | tuple[str, ...]) -> jax.Array:
+    """Requested routes from each source rank to each destination rank along `axes`, [S, P], on demand."""
     mine_P = count_experts(expert_TK, num_experts).reshape(ranks, -1).sum(-1)
-    return jax.lax.all_gather(mine_P, axis)
+    return jax.lax.all_gather(mine_P, axes)

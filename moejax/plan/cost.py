@@ -125,7 +125,7 @@ def _expert_seconds(config: Config, peak: float, bandwidth: float) -> float:
         return 0.0
     rows, length = local_batch(config)
     routed = rows * length * moe.top_k
-    local = moe.num_experts // config.mesh.expert
+    local = moe.num_experts // config.expert_ranks
     width = 4 if model.dtype == "float32" else 2
     inner = 1 if moe.activation == "relu2" else 2
     outer = moe.latent_dim or model.d_model

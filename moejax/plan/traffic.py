@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from moejax.axes import EXPERT
+from moejax.axes import BATCH_AXES
 from moejax.config import Config
 from moejax.moe.admission import Capacity
 from moejax.plan.hlo import Collective, wire_fraction
@@ -125,13 +125,13 @@ class ExchangeSizes:
 
 def exchange_of(config: Config) -> str:
     """Name of the exchange, defaults resolved."""
-    return config.moe.exchange or ("padded" if config.mesh.expert > 1 else "local")
+    return config.moe.exchange or ("padded" if config.expert_ranks > 1 else "local")
 
 
 def exchange_sizes(config: Config) -> ExchangeSizes:
     """Sizes of the buffers that the exchange of a configuration has."""
-    moe, model, ranks = config.moe, config.model.moe, config.mesh.expert
-    sequences = config.data.batch_size // (config.mesh.group(("data", EXPERT)) * config.train.microbatches)
+    moe, model, ranks = config.moe, config.model.moe, config.expert_ranks
+    sequences = config.data.batch_size // (config.mesh.group(BATCH_AXES) * config.train.microbatches)
     tokens = sequences * config.data.sequence_length // config.mesh.context
     local, top_k = model.num_experts // ranks, model.top_k
     capacity = Capacity(moe.capacity, moe.capacity_per == "expert")
@@ -159,20 +159,19 @@ def _of_experts(config: Config) -> Iterator[tuple[Key, int, int]]:
     exchange, moe = exchange_of(config), config.model.moe
     if exchange == "local" or not config.model.num_moe_layers:
         return
-    sizes, ranks = exchange_sizes(config), config.mesh.expert
+    sizes, ranks = exchange_sizes(config), config.expert_ranks
     dtype, width = ("f32", 4) if config.model.dtype == "float32" else ("bf16", 2)
     row = width * (moe.latent_dim or config.model.d_model)
     count = config.model.num_moe_layers * config.train.microbatches
-    recomputed = config.remat.policy != "none"
     again = count if config.remat.policy == "full" else 0  # what recomputation repeats; backward needs no results
 
     def move(name: str, kind: str, times: int, size: int, of: str = dtype) -> tuple[Key, int, int]:
-        return (name, kind, of, (EXPERT,)), times, size
+        return (name, kind, of, config.moe.expert_axes), times, size
 
-    yield move(PLAN, "all-gather", count * (2 if recomputed else 1), 4 * ranks * moe.num_experts, "s32")
+    yield move(PLAN, "all-gather", count + again, 4 * ranks * moe.num_experts, "s32")
     if exchange != "padded" and config.moe.capacity is not None and config.moe.drop_order == "weight":
         weights = 4 * ranks * sizes.tokens * moe.top_k
-        yield move(PLAN, "all-gather", count * (2 if recomputed else 1), weights, "f32")
+        yield move(PLAN, "all-gather", count + again, weights, "f32")
     if exchange == "gather":
         everyone = sizes.arriving
         yield move(PLAN, "all-gather", count + again, 2 * 4 * everyone * moe.top_k, "s32")
@@ -188,7 +187,7 @@ def _of_experts(config: Config) -> Iterator[tuple[Key, int, int]]:
     there = small + (small if exchange == "padded" or config.moe.deduplicate else 0)
     bits = f"u{8 * width}"  # row, weights and places cross as one array
     if exchange == "ragged" and config.moe.deduplicate:
-        yield move(PLAN, "all-gather", count * (2 if recomputed else 1), 4 * ranks * ranks, "s32")
+        yield move(PLAN, "all-gather", count + again, 4 * ranks * ranks, "s32")
     yield move(DISPATCH, kind, count + again, sizes.arriving * (row + there), bits)
     yield move(DISPATCH, kind, count, sizes.arriving * (row + small), bits)
     yield move(COMBINE, kind, 2 * count, sizes.arriving * row)

@@ -1,6 +1,5 @@
 """How rows reach experts: one file per exchange, one interface."""
 
-from moejax.axes import EXPERT
 from moejax.config import Config
 from moejax.moe.admission import Capacity
 from moejax.moe.exchange.gather import Gather
@@ -14,15 +13,15 @@ __all__ = ["Exchange", "Gather", "Local", "Padded", "Plan", "Ragged", "make_exch
 
 def make_exchange(config: Config) -> Exchange:
     """The exchange that `moe.exchange` names; by default `local` without expert parallelism, else `padded`."""
-    moe, experts, ranks = config.moe, config.model.moe.num_experts, config.mesh.expert
+    moe, experts, ranks = config.moe, config.model.moe.num_experts, config.expert_ranks
     by_weight = moe.capacity is not None and moe.drop_order == "weight"
     capacity = Capacity(moe.capacity, moe.capacity_per == "expert", by_weight)
     match moe.exchange or ("local" if ranks == 1 else "padded"):
         case "local":
             return Local(experts, capacity)
         case "gather":
-            return Gather(experts, ranks, EXPERT, capacity)
+            return Gather(experts, ranks, moe.expert_axes, capacity)
         case "ragged":
-            return Ragged(experts, ranks, EXPERT, capacity, moe.deduplicate)
+            return Ragged(experts, ranks, moe.expert_axes, capacity, moe.deduplicate)
         case _:
-            return Padded(experts, ranks, EXPERT, capacity, moe.deduplicate)
+            return Padded(experts, ranks, moe.expert_axes, capacity, moe.deduplicate)

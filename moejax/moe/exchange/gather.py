@@ -18,18 +18,18 @@ from moejax.moe.rows import inverse, sum_rows, take_rows
 
 @dataclass(frozen=True)
 class Gather:
-    """all_gather and psum_scatter over `axis`.
+    """all_gather and psum_scatter over `axes`.
 
     Attributes:
         num_experts: Experts E over all ranks.
-        ranks: Size of the expert axis.
-        axis: Mesh axis of the experts.
+        ranks: Devices along those axes together.
+        axes: Mesh axes of the experts, outermost first.
         capacity: Budget of each destination rank: factor x K x T.
     """
 
     num_experts: int
     ranks: int
-    axis: str
+    axes: tuple[str, ...]
     capacity: Capacity
 
     def plan(self, expert_TK: jax.Array, weight_TK: jax.Array) -> Plan:
@@ -38,18 +38,17 @@ class Gather:
         local = self.num_experts // self.ranks
         budget = self.capacity.rows(tokens * top_k, self.ranks * tokens * min(top_k, local), local)
         by_expert = sort_routes(expert_TK, weight_TK, self.num_experts, self.capacity.by_weight)
-        kept_SE = admit_all(by_expert, self.axis, self.ranks, budget, self.capacity)
-        me = lax.axis_index(self.axis)
+        kept_SE = admit_all(by_expert, self.axes, self.ranks, budget, self.capacity)
+        me = lax.axis_index(self.axes)
         places = place(expert_TK, by_expert, kept_SE, me, self.ranks)
-        rank_row = lax.all_gather(jnp.stack([places.rank_TK, places.row_TK]), self.axis, axis=1, tiled=True)
+        rank_row = lax.all_gather(jnp.stack([places.rank_TK, places.row_TK]), self.axes, axis=1, tiled=True)
         row_AK = jnp.where(rank_row[0] == me, rank_row[1], -1)
         maps = {"row_AK": row_AK, "route_R": inverse(row_AK, budget)}
-        maps = {name: checkpoint_name(value, "plan") for name, value in maps.items()}
         sizes_e = jnp.sum(kept_SE.reshape(-1, self.ranks, local)[:, me], axis=0)
-        return Plan(places.kept_TK, sizes_e, jnp.int32((self.ranks - 1) * tokens), jnp.int32(0), maps)
+        return Plan(places.kept_TK, sizes_e, jnp.int32((self.ranks - 1) * tokens), jnp.int32(0), maps).named()
 
     def _gather(self, rows_TX: jax.Array) -> jax.Array:
-        return checkpoint_name(lax.all_gather(rows_TX, self.axis, axis=0, tiled=True), "exchange")
+        return checkpoint_name(lax.all_gather(rows_TX, self.axes, axis=0, tiled=True), "exchange")
 
     def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array, Plan]:
         """Gather all tokens, take those of the local experts."""
@@ -62,7 +61,7 @@ class Gather:
         """Add up each token's results here, then over ranks."""
         row_AK, route_R = plan.maps["row_AK"], plan.maps["route_R"]
         y_AD = sum_rows(rows_RD, row_AK, _token(route_R, row_AK))
-        return checkpoint_name(lax.psum_scatter(y_AD, self.axis, scatter_dimension=0, tiled=True), "exchange")
+        return checkpoint_name(lax.psum_scatter(y_AD, self.axes, scatter_dimension=0, tiled=True), "exchange")
 
 
 def _token(route_R: jax.Array, row_AK: jax.Array) -> jax.Array:

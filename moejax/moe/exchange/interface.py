@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.moe.admission import Sorted, starts
 
@@ -29,6 +30,10 @@ class Plan(NamedTuple):
     sent: jax.Array
     saved: jax.Array
     maps: dict[str, jax.Array]
+
+    def named(self) -> "Plan":
+        """With every array as a checkpoint point: recomputation neither sorts nor counts again."""
+        return jax.tree.map(lambda array: checkpoint_name(array, "plan"), self)
 
 
 class Exchange(Protocol):

@@ -30,7 +30,7 @@ class Local:
         kept_SE = admit(by_expert.counts_E[None], by_expert.weight_N[None], 1, rows, self.capacity)
         places = place(expert_TK, by_expert, kept_SE, 0, 1)
         maps = {"row_TK": places.row_TK, "route_R": inverse(places.row_TK, rows)}
-        return Plan(places.kept_TK, kept_SE[0], jnp.int32(0), jnp.int32(0), maps)
+        return Plan(places.kept_TK, kept_SE[0], jnp.int32(0), jnp.int32(0), maps).named()
 
     def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array, Plan]:
         """Gather token rows in order of their experts."""

@@ -1,4 +1,4 @@
-"""Exchange `padded`: a static all_to_all of [peer, slots] rows over the expert axis. Runs everywhere.
+"""Exchange `padded`: a static all_to_all of [peer, slots] rows over the expert axes. Runs everywhere.
 
 Each source packs the parcels for each peer into a fixed number of slots. With the row goes, for each of its
 routes, the row of the expert buffer that it belongs to, so that the receiver neither sorts nor searches.
@@ -21,19 +21,19 @@ from moejax.moe.rows import inverse, sum_rows, take_rows
 
 @dataclass(frozen=True)
 class Padded:
-    """Static all_to_all over `axis`.
+    """Static all_to_all over `axes`.
 
     Attributes:
         num_experts: Experts E over all ranks.
-        ranks: Size of the expert axis.
-        axis: Mesh axis of the experts.
+        ranks: Devices along those axes together.
+        axes: Mesh axes of the experts, outermost first.
         capacity: Budget of each source and destination: factor x K x T / ranks.
         deduplicate: Send a token once to a rank, however many of its experts it chose.
     """
 
     num_experts: int
     ranks: int
-    axis: str
+    axes: tuple[str, ...]
     capacity: Capacity
     deduplicate: bool
 
@@ -49,18 +49,17 @@ class Padded:
         budget = self._budget(tokens, top_k)
         by_expert = sort_routes(expert_TK, weight_TK, self.num_experts, self.capacity.by_weight)
         kept_E = admit(by_expert.counts_E[None], by_expert.weight_N[None], self.ranks, budget, self.capacity)[0]
-        kept_SE, me = lax.all_gather(kept_E, self.axis), lax.axis_index(self.axis)
+        kept_SE, me = lax.all_gather(kept_E, self.axes), lax.axis_index(self.axes)
         places = place(expert_TK, by_expert, kept_SE, me, self.ranks)
         if self.deduplicate:
             slots, lanes, parcels = min(budget, tokens), min(top_k, local), make_shared_parcels(places, self.ranks)
         else:
             slots, lanes, parcels = budget, 1, make_parcels(places, expert_TK, by_expert, kept_E, self.ranks)
         packing = pack(places, parcels, jnp.arange(self.ranks) * slots, self.ranks * slots, lanes)
-        maps = {name: checkpoint_name(value, "plan") for name, value in packing._asdict().items()}
         sizes_e = jnp.sum(kept_SE.reshape(-1, self.ranks, local)[:, me], axis=0)
         away = jnp.arange(self.ranks) != me
         saved = jnp.sum(jnp.where(away, jnp.sum(kept_E.reshape(self.ranks, local), axis=1) - parcels.count_P, 0))
-        return Plan(places.kept_TK, sizes_e, jnp.int32((self.ranks - 1) * slots), saved, maps)
+        return Plan(places.kept_TK, sizes_e, jnp.int32((self.ranks - 1) * slots), saved, packing._asdict()).named()
 
     def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array, Plan]:
         """Pack, exchange, put in order of the local experts."""
@@ -69,7 +68,7 @@ class Padded:
         rows_WD = take_rows(x_TD, maps["token_W"], maps["slots_TK"])
         weight_WJ = take_rows(weight_TK.reshape(-1), maps["route_WJ"].reshape(-1), maps["lane_TK1"])
         sent = (rows_WD, weight_WJ.reshape(slots, lanes), maps["row_WJ"])
-        received_VD, weight_VJ, row_VJ = (checkpoint_name(a, "exchange") for a in swap(sent, self.axis, self.ranks))
+        received_VD, weight_VJ, row_VJ = (checkpoint_name(a, "exchange") for a in swap(sent, self.axes, self.ranks))
         lane_R = inverse(row_VJ, self.ranks * self._budget(*weight_TK.shape))
         rows_RD = take_rows(received_VD, _slot(lane_R, lanes), row_VJ)
         weight_R = take_rows(weight_VJ.reshape(-1), lane_R, row_VJ.reshape(-1, 1))
@@ -79,7 +78,7 @@ class Padded:
         """The way of `dispatch` backwards."""
         maps = plan.maps
         sums_VD = sum_rows(rows_RD, maps["row_VJ"], _slot(maps["lane_R"], maps["row_VJ"].shape[1]))
-        (back_WD,) = swap((sums_VD,), self.axis, self.ranks)
+        (back_WD,) = swap((sums_VD,), self.axes, self.ranks)
         return sum_rows(checkpoint_name(back_WD, "exchange"), maps["slots_TK"], maps["token_W"])
 
 

@@ -22,19 +22,19 @@ from moejax.moe.rows import inverse, sum_rows, take_rows
 
 @dataclass(frozen=True)
 class Ragged:
-    """ragged_all_to_all over `axis`.
+    """ragged_all_to_all over `axes`.
 
     Attributes:
         num_experts: Experts E over all ranks.
-        ranks: Size of the expert axis.
-        axis: Mesh axis of the experts.
+        ranks: Devices along those axes together.
+        axes: Mesh axes of the experts, outermost first.
         capacity: Budget of each destination rank: factor x K x T.
         deduplicate: Send a token once to a rank, however many of its experts it chose.
     """
 
     num_experts: int
     ranks: int
-    axis: str
+    axes: tuple[str, ...]
     capacity: Capacity
     deduplicate: bool
 
@@ -51,29 +51,28 @@ class Ragged:
         budget, _, slots, lanes = self._sizes(*expert_TK.shape)
         local = self.num_experts // self.ranks
         by_expert = sort_routes(expert_TK, weight_TK, self.num_experts, self.capacity.by_weight)
-        kept_SE = admit_all(by_expert, self.axis, self.ranks, budget, self.capacity)
-        me = lax.axis_index(self.axis)
+        kept_SE = admit_all(by_expert, self.axes, self.ranks, budget, self.capacity)
+        me = lax.axis_index(self.axes)
         places = place(expert_TK, by_expert, kept_SE, me, self.ranks)
         if self.deduplicate:
             parcels = make_shared_parcels(places, self.ranks)
-            sizes_SPg = lax.all_gather(parcels.count_P, self.axis)[:, :, None]
+            sizes_SPg = lax.all_gather(parcels.count_P, self.axes)[:, :, None]
         else:
             parcels = make_parcels(places, expert_TK, by_expert, kept_SE[me], self.ranks)
             sizes_SPg = kept_SE.reshape(-1, self.ranks, local)
         packing = pack(places, parcels, starts(parcels.count_P), slots, lanes)
         updates = Updates.make(sizes_SPg, me)
         maps = packing._asdict() | updates._asdict()
-        maps = {name: checkpoint_name(value, "plan") for name, value in maps.items()}
         kept_P = jnp.sum(kept_SE[me].reshape(self.ranks, local), axis=1)
         away = jnp.arange(self.ranks) != me
         sent = jnp.sum(jnp.where(away, parcels.count_P, 0))
         saved = jnp.sum(jnp.where(away, kept_P - parcels.count_P, 0))
         sizes_e = jnp.sum(kept_SE.reshape(-1, self.ranks, local)[:, me], axis=0)
-        return Plan(places.kept_TK, sizes_e, sent, saved, maps)
+        return Plan(places.kept_TK, sizes_e, sent, saved, maps).named()
 
     def _send(self, arrays: tuple[jax.Array, ...], size: int, updates: Updates) -> tuple[jax.Array, ...]:
         fills = tuple(rows_module.UNWRITTEN if jnp.issubdtype(a.dtype, jnp.floating) else -1 for a in arrays)
-        return tuple(checkpoint_name(a, "exchange") for a in send(arrays, size, updates, self.axis, fills))
+        return tuple(checkpoint_name(a, "exchange") for a in send(arrays, size, updates, self.axes, fills))
 
     def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array, Plan]:
         """Pack, exchange; with de-duplication copy to the local experts."""

@@ -48,65 +48,70 @@ class Updates(NamedTuple):
         return Updates(self.land, self.receive, self.home, self.send, self.output, self.input)
 
 
-def swap(arrays: tuple[jax.Array, ...], axis: str, ranks: int) -> tuple[jax.Array, ...]:
+def swap(arrays: tuple[jax.Array, ...], axes: tuple[str, ...], ranks: int) -> tuple[jax.Array, ...]:
     """Static all_to_all of [ranks * slots, ...] arrays, which cross together. It is its own transpose."""
-    return _swap(vary(arrays, varying_axes(arrays) | {axis}), axis, ranks)
+    return _swap(vary(arrays, varying_axes(arrays) | set(axes)), axes, ranks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _swap(arrays: tuple[jax.Array, ...], axis: str, ranks: int) -> tuple[jax.Array, ...]:
-    return carry(arrays, partial(_all_to_all, axis=axis, ranks=ranks))
+def _swap(arrays: tuple[jax.Array, ...], axes: tuple[str, ...], ranks: int) -> tuple[jax.Array, ...]:
+    return carry(arrays, partial(_all_to_all, axes=axes, ranks=ranks))
 
 
-def _all_to_all(payload: jax.Array, axis: str, ranks: int) -> jax.Array:
+def _all_to_all(payload: jax.Array, axes: tuple[str, ...], ranks: int) -> jax.Array:
     rows = payload.reshape(ranks, -1, *payload.shape[1:])
-    return lax.all_to_all(rows, axis, 0, 0).reshape(payload.shape)
+    return lax.all_to_all(rows, axes, 0, 0).reshape(payload.shape)
 
 
-def _swap_backward(axis: str, ranks: int, _: None, grads: tuple[jax.Array, ...]) -> tuple[Any]:
-    return (carry_gradients(grads, partial(_all_to_all, axis=axis, ranks=ranks)),)
+def _swap_backward(axes: tuple[str, ...], ranks: int, _: None, grads: tuple[jax.Array, ...]) -> tuple[Any]:
+    return (carry_gradients(grads, partial(_all_to_all, axes=axes, ranks=ranks)),)
 
 
-_swap.defvjp(lambda arrays, axis, ranks: (_swap(arrays, axis, ranks), None), _swap_backward)
+_swap.defvjp(lambda arrays, axes, ranks: (_swap(arrays, axes, ranks), None), _swap_backward)
 
 
 def send(
-    arrays: tuple[jax.Array, ...], size: int, updates: Updates, axis: str, fills: tuple[float, ...]
+    arrays: tuple[jax.Array, ...], size: int, updates: Updates, axes: tuple[str, ...], fills: tuple[float, ...]
 ) -> tuple[jax.Array, ...]:
     """Send rows of [W, ...] arrays, together, along `updates` into `size` rows that hold `fills` where nothing arrives.
 
     The gradient is the way back; rows that nobody sent get exactly zero.
     """
-    axes = varying_axes(arrays, updates) | {axis}
-    arrays, updates = vary(arrays, axes), Updates(*vary(tuple(updates), axes))
-    return _send(arrays, updates, arrays[0].shape[0], size, axis, fills)
+    varying = varying_axes(arrays, updates) | set(axes)
+    arrays, updates = vary(arrays, varying), Updates(*vary(tuple(updates), varying))
+    return _send(arrays, updates, arrays[0].shape[0], size, axes, fills)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def _send(
-    arrays: tuple[jax.Array, ...], updates: Updates, slots: int, size: int, axis: str, fills: tuple[float, ...]
+    arrays: tuple[jax.Array, ...],
+    updates: Updates,
+    slots: int,
+    size: int,
+    axes: tuple[str, ...],
+    fills: tuple[float, ...],
 ) -> tuple[jax.Array, ...]:
     empty = [jnp.full((size, *a.shape[1:]), fill, a.dtype) for a, fill in zip(arrays, fills, strict=True)]
     buffer = vary(join(empty) if len(empty) > 1 else empty[0], varying_axes(arrays))
-    return carry(arrays, partial(_ragged, buffer_VX=buffer, updates=updates, axis=axis))
+    return carry(arrays, partial(_ragged, buffer_VX=buffer, updates=updates, axes=axes))
 
 
-def _ragged(rows_WX: jax.Array, buffer_VX: jax.Array, updates: Updates, axis: str) -> jax.Array:
+def _ragged(rows_WX: jax.Array, buffer_VX: jax.Array, updates: Updates, axes: tuple[str, ...]) -> jax.Array:
     if chips()[1] == "cpu":
-        return _emulate(rows_WX, buffer_VX, updates, axis)
+        return _emulate(rows_WX, buffer_VX, updates, axes)
     return lax.ragged_all_to_all(
-        rows_WX, buffer_VX, updates.input, updates.send, updates.output, updates.receive, axis_name=axis
+        rows_WX, buffer_VX, updates.input, updates.send, updates.output, updates.receive, axis_name=axes
     )
 
 
-def _forward(arrays, updates, slots, size, axis, fills):
-    return _send(arrays, updates, slots, size, axis, fills), updates
+def _forward(arrays, updates, slots, size, axes, fills):
+    return _send(arrays, updates, slots, size, axes, fills), updates
 
 
-def _backward(slots, size, axis, fills, updates, grads):
+def _backward(slots, size, axes, fills, updates, grads):
     def back(payload: jax.Array) -> jax.Array:
         buffer = vary(jnp.zeros((slots, *payload.shape[1:]), payload.dtype), varying_axes(payload))
-        return _ragged(payload, buffer, updates.reverse(), axis)
+        return _ragged(payload, buffer, updates.reverse(), axes)
 
     return carry_gradients(grads, back), None
 
@@ -114,9 +119,9 @@ def _backward(slots, size, axis, fills, updates, grads):
 _send.defvjp(_forward, _backward)
 
 
-def _emulate(rows_WX: jax.Array, buffer_VX: jax.Array, updates: Updates, axis: str) -> jax.Array:
+def _emulate(rows_WX: jax.Array, buffer_VX: jax.Array, updates: Updates, axes: tuple[str, ...]) -> jax.Array:
     """Gather everything, then pick what is for this rank."""
-    slots, parts = rows_WX.shape[0], updates.send.size // lax.axis_size(axis)
+    slots, parts = rows_WX.shape[0], updates.send.size // lax.axis_size(axes)
     source = jnp.arange(updates.send.size, dtype=jnp.int32) // parts
     begin = jnp.where(updates.receive > 0, updates.land, jnp.iinfo(jnp.int32).max)
     order = jnp.argsort(begin)
@@ -125,6 +130,6 @@ def _emulate(rows_WX: jax.Array, buffer_VX: jax.Array, updates: Updates, axis: s
     within = place - updates.land[part]
     there = (within >= 0) & (within < updates.receive[part])
     index = jnp.where(there, source[part] * slots + updates.home[part] + within, 0)
-    everything = lax.all_gather(rows_WX, axis, axis=0, tiled=True)
+    everything = lax.all_gather(rows_WX, axes, axis=0, tiled=True)
     there = there.reshape(-1, *[1] * (rows_WX.ndim - 1))
     return jnp.where(there, jnp.take(everything, index, axis=0, mode="clip"), buffer_VX)
