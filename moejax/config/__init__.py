@@ -168,7 +168,7 @@ class Config:
             f"a multiple of {' x '.join(f'mesh.{axis}' for axis in self.moe.expert_axes)}={shards}",
         )
         local = self.moe.exchange == "local" and shards > 1
-        require(not local, "moe.exchange", "local", f"padded, or left out, with mesh.expert={shards}")
+        require(not local, "moe.exchange", "local", f"padded, or left out: experts are on {shards} ranks")
         once = self.moe.deduplicate and min(model.top_k, model.num_experts // shards) == 1
         require(not once, "moe.deduplicate", True, "false: a token chooses at most one expert of a rank")
         wide = self.moe.capacity_per == "expert" and model.num_experts == shards

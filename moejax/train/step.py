@@ -74,7 +74,7 @@ def _gradients(
     metrics = losses(sums, num_tokens, config) | {"grad_norm": jnp.sqrt(squares), "tokens": num_tokens}
     if sums.statistics is not None:
         width = config.model.moe.latent_dim or config.model.d_model
-        metrics |= summarize(sums.statistics, num_tokens, config.mesh.expert, width * decoder.dtype.itemsize)
+        metrics |= summarize(sums.statistics, num_tokens, config.expert_ranks, width * decoder.dtype.itemsize)
     return grads, metrics
 
 
