@@ -19,6 +19,7 @@ from moejax.config import (
     LayerSpec,
     LossConfig,
     MeshConfig,
+    MoEConfig,
     RematConfig,
     WeightsConfig,
 )
@@ -31,10 +32,12 @@ MODEL = dataclasses.replace(
 )
 
 
-def configuration(mesh: MeshConfig, kind: str, **sections: Any) -> Config:
+def configuration(mesh: MeshConfig, kind: str, fold: bool = False, **sections: Any) -> Config:
     """A run whose windows and documents cross shards."""
     context = ContextConfig(kind) if mesh.context > 1 else ContextConfig()  # type: ignore[arg-type]
-    return dataclasses.replace(tiny.config(), mesh=mesh, model=MODEL, loss=LOSS, context=context, **sections)
+    moe = MoEConfig(expert_axes=("context", "expert") if fold else ("expert",))
+    base = dataclasses.replace(tiny.config(), model=MODEL, loss=LOSS)
+    return dataclasses.replace(base, mesh=mesh, context=context, moe=moe, **sections)
 
 
 @cache
@@ -50,10 +53,12 @@ def reference() -> tuple[Any, ...]:
     return params, float(loss), parts, grads
 
 
-def check(mesh: MeshConfig, kind: str, microbatches: int = 1, gather: str = "step", remat: str = "none") -> None:
+def check(
+    mesh: MeshConfig, kind: str, fold: bool = False, microbatches: int = 1, gather: str = "step", remat: str = "none"
+) -> None:
     weights, policy = WeightsConfig(gather), RematConfig(remat)  # type: ignore[arg-type]
     train = dataclasses.replace(tiny.config().train, microbatches=microbatches)
-    run = configuration(mesh, kind, weights=weights, remat=policy, train=train)
+    run = configuration(mesh, kind, fold, weights=weights, remat=policy, train=train)
     _, want_loss, parts, want = reference()
     program = tiny.program(run)
     grads, metrics = jax.jit(program.gradients)(program.init(0).params, program.put(tiny.batch(run)))
@@ -64,13 +69,22 @@ def check(mesh: MeshConfig, kind: str, microbatches: int = 1, gather: str = "ste
 
 
 @pytest.mark.parametrize(
-    ("mesh", "kind", "microbatches", "gather", "remat"),
+    ("mesh", "kind", "fold", "microbatches", "gather", "remat"),
     [
-        (MeshConfig(data=2, context=2, expert=2), "ulysses", 2, "step", "save_exchange"),
-        (MeshConfig(context=4, expert=2), "ring", 1, "layer", "full"),
-        (MeshConfig(data=2, context=4), "ulysses", 4, "microbatch", "none"),
-        (MeshConfig(context=2, expert=4), "ring", 1, "step", "none"),
+        (MeshConfig(data=2, context=2, expert=2), "ulysses", True, 2, "step", "save_exchange"),
+        (MeshConfig(context=4, expert=2), "ring", False, 1, "layer", "full"),
     ],
 )
-def test_gradients_equal_dense_oracle(mesh, kind, microbatches, gather, remat):
-    check(mesh, kind, microbatches, gather, remat)
+def test_gradients_equal_dense_oracle(mesh, kind, fold, microbatches, gather, remat):
+    check(mesh, kind, fold, microbatches, gather, remat)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fold", "microbatches", "gather", "remat"),
+    [(False, 2, "step", "save_exchange"), (True, 1, "layer", "full"), (True, 1, "microbatch", "none")],
+)
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 4, 1), (2, 2, 2), (1, 2, 4), (1, 4, 2), (2, 4, 1), (4, 2, 1)])
+def test_gradients_equal_dense_oracle_everywhere(shape, kind, fold, microbatches, gather, remat):
+    check(MeshConfig(data=shape[0], context=shape[1], expert=shape[2]), kind, fold, microbatches, gather, remat)
