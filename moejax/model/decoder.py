@@ -9,11 +9,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import Config, LayerGroup, ModelConfig
-from moejax.model.block import Block, RMSNorm, Tokens
+from moejax.model.attention import RMSNorm
+from moejax.model.block import Block
 from moejax.model.parameters import Abstract, weight
+from moejax.model.tokens import Tokens
 from moejax.moe.balance import moved_bias
 from moejax.moe.statistics import Statistics
 from moejax.nn.cross_entropy import cross_entropy
+from moejax.nn.embedding import add_gradient, embed
+from moejax.sharding import compute_axes
 
 Params = dict[str, Any]
 GatherLayer = Callable[[str, Params], Params]
@@ -63,19 +67,27 @@ class Group:
         one = {key: block.shapes for key, block in self.blocks.items()}
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct((self.repeat, *s.shape), s.dtype), one)
 
+    def repetition(self, layers: Params, x_BSD: jax.Array, tokens: Tokens) -> tuple[jax.Array, Statistics | None]:
+        """The pattern once; statistics stacked over its MoE layers."""
+        found = []
+        for name, block in self.blocks.items():
+            x_BSD, statistics = block.bind(layers[name])(x_BSD, tokens)
+            found += [] if statistics is None else [statistics]
+        return x_BSD, jax.tree.map(lambda *s: jnp.stack(s), *found) if found else None
+
+    def recomputed(self, function: Callable[..., Any], always: bool = False) -> Callable[..., Any]:
+        """`function` as `remat.policy` says; `always` also with `none`, so that no form of a weight is kept."""
+        if self.remat == "none" and not always:
+            return function
+        return jax.checkpoint(function, policy=_policy(self.remat), prevent_cse=False)
+
     def apply(self, weights: Params, x_BSD: jax.Array, tokens: Tokens, gather: Callable[[Params], Params]) -> Any:
         """Scan over repetitions; returns hidden states and statistics stacked [repeat x MoE layers of the pattern]."""
 
-        def repetition(x_BSD: jax.Array, stored: Params) -> tuple[jax.Array, Statistics | None]:
-            layers, found = gather(stored), []
-            for name, block in self.blocks.items():
-                x_BSD, statistics = block.bind(layers[name])(x_BSD, tokens)
-                found += [] if statistics is None else [statistics]
-            return x_BSD, jax.tree.map(lambda *s: jnp.stack(s), *found) if found else None
+        def one(x_BSD: jax.Array, stored: Params) -> tuple[jax.Array, Statistics | None]:
+            return self.repetition(gather(stored), x_BSD, tokens)
 
-        if self.remat != "none" or self.gathers:
-            repetition = jax.checkpoint(repetition, policy=_policy(self.remat), prevent_cse=False)
-        x_BSD, statistics = jax.lax.scan(repetition, x_BSD, weights)
+        x_BSD, statistics = jax.lax.scan(self.recomputed(one, always=self.gathers), x_BSD, weights)
         return x_BSD, jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), statistics)
 
 
@@ -101,6 +113,7 @@ class Decoder:
         self.config, self.dtype = config, jnp.dtype(config.model.dtype)
         self.groups = {f"groups_{i}": Group(config, group) for i, group in enumerate(config.model.layers)}
         self.ends = Abstract(Ends(config.model))
+        self.vocab_axes = compute_axes(config, "vocab")
 
     @property
     def dims(self) -> Params:
@@ -121,14 +134,29 @@ class Decoder:
 
     def hidden(self, weights: Params, batch: Params, gather_layer: GatherLayer) -> tuple[jax.Array, Statistics | None]:
         """Normed final hidden states [B, S, D], and statistics of the MoE layers stacked [L, ...]."""
-        ends, tokens = self.bind_ends(weights), Tokens(batch["segments"], batch["positions"])
-        with jax.named_scope("embed"):
-            x_BSD = jnp.take(ends.embed[...], batch["tokens"], axis=0)
-        found = []
+        tokens, found = Tokens(batch["segments"], batch["positions"]), []
+        x_BSD = self.embed(weights, batch)
         for name, group in self.groups.items():
             x_BSD, statistics = group.apply(weights[name], x_BSD, tokens, partial(gather_layer, name))
             found += [] if statistics is None else [statistics]
-        return ends.final_norm(x_BSD), jax.tree.map(lambda *s: jnp.concatenate(s), *found) if found else None
+        x_BSD = self.bind_ends(weights).final_norm(x_BSD)
+        return x_BSD, jax.tree.map(lambda *s: jnp.concatenate(s), *found) if found else None
+
+    def embed(self, weights: Params, batch: Params) -> jax.Array:
+        """Embedded tokens [B, S, D]."""
+        with jax.named_scope("embed"):
+            return embed(self.bind_ends(weights).embed[...], batch["tokens"], self.vocab_axes)
+
+    def unembed(self, grads: Params, batch: Params, dx_BSD: jax.Array) -> Params:
+        """Gradients of embedding and head with those of `embed` added, from the gradient of its result."""
+        return grads | {"embed": add_gradient(grads["embed"], batch["tokens"], dx_BSD, self.vocab_axes)}
+
+    def cross_entropy(self, weights: Params, x_BSD: jax.Array, batch: Params) -> jax.Array:
+        """Sum over valid tokens, in nats, from normed final hidden states."""
+        with jax.named_scope("head"):
+            x_TD, valid_T = x_BSD.reshape(-1, x_BSD.shape[-1]), batch["segments"].reshape(-1) > 0
+            head_DV = self.bind_ends(weights).head_DV
+            return cross_entropy(x_TD, head_DV, batch["targets"].reshape(-1), valid_T, self.vocab_axes)
 
     def move_selection_biases(self, params: Params, requested_LE: jax.Array, rate: jax.Array) -> Params:
         """Parameters with the selection bias of every MoE layer moved against its load in a whole step."""
@@ -153,7 +181,4 @@ class Decoder:
     def sums(self, weights: Params, batch: Params, gather_layer: GatherLayer) -> Sums:
         """Cross-entropy and statistics summed over a batch of this device."""
         x_BSD, statistics = self.hidden(weights, batch, gather_layer)
-        with jax.named_scope("head"):
-            x_TD, valid_T = x_BSD.reshape(-1, x_BSD.shape[-1]), batch["segments"].reshape(-1) > 0
-            ce = cross_entropy(x_TD, self.bind_ends(weights).head_DV, batch["targets"].reshape(-1), valid_T)
-        return Sums(ce, statistics)
+        return Sums(self.cross_entropy(weights, x_BSD, batch), statistics)

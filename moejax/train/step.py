@@ -12,30 +12,15 @@ from jax.sharding import Mesh, PartitionSpec
 from moejax.axes import AXES, BATCH_AXES, CONTEXT, TOKEN_AXES
 from moejax.config import Config
 from moejax.model.decoder import Decoder, Params, Sums
-from moejax.moe.balance import Scope, balance_sum
 from moejax.moe.statistics import summarize
 from moejax.schedule.sequential import accumulate
 from moejax.sharding import gather, gather_for, is_layout, reduce, sum_of_squares
+from moejax.train.objective import losses, with_balance
+from moejax.train.pipelined import Pipelined
 from moejax.train.state import TrainState
 
 BATCH_SPEC = PartitionSpec(BATCH_AXES, CONTEXT)
 """Sharding of the [B, S] arrays of a batch."""
-
-
-def losses(sums: Sums, num_tokens: jax.Array, config: Config) -> dict[str, jax.Array]:
-    """Loss and its parts, each a sum over tokens divided by the valid tokens of the whole step.
-
-    The balance loss and the z-loss are means over MoE layers as well. Applied to one device's sums of
-    one microbatch this is its additive share, so padding, microbatches and mesh change no gradient.
-    """
-    tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
-    parts = {"ce_loss": sums.ce / tokens, "balance_loss": jnp.zeros_like(sums.ce), "z_loss": jnp.zeros_like(sums.ce)}
-    if sums.statistics is not None:
-        scale = tokens * config.model.num_moe_layers
-        parts["balance_loss"] = jnp.sum(sums.statistics.balance_sum) / scale
-        parts["z_loss"] = jnp.sum(sums.statistics.z_sum) / scale
-    extra = config.loss.balance_weight * parts["balance_loss"] + config.loss.z_weight * parts["z_loss"]
-    return {"loss": parts["ce_loss"] + extra, **parts}
 
 
 def _gradients(
@@ -57,17 +42,21 @@ def _gradients(
         return decoder.sums(weights, microbatch, gather_layer)
 
     def loss_fn(weights: Params, microbatch: Params, before: Sums | None) -> tuple[jax.Array, Sums]:
-        sums = _with_balance(forward(weights, microbatch), before, step_LE, config.loss.balance_scope)
+        earlier = None if before is None or before.statistics is None else before.statistics.requested_E
+        sums = with_balance(forward(weights, microbatch), earlier, step_LE, config)
         return losses(sums, num_tokens, config)["loss"], sums
 
     num_tokens = lax.psum(jnp.sum(batch["segments"] > 0, dtype=jnp.int32), TOKEN_AXES)
-    microbatches = jax.tree.map(lambda a: a.reshape(config.train.microbatches, -1, a.shape[-1]), batch)
+    microbatches = _microbatches(batch, config)
     # Storage does not change between microbatches: without a tie to something that does, XLA gathers it only once.
     microbatches["index"] = jnp.arange(config.train.microbatches, dtype=jnp.float32)
     weights = gather(params, layouts, dtype) if mode == "step" else params
-    ahead = config.loss.balance_scope == "global_batch" and config.train.microbatches > 1
-    step_LE = _requested_of_step(forward, weights, microbatches) if ahead else None
-    grads, sums = accumulate(loss_fn, weights, microbatches)
+    if config.mesh.stage > 1:
+        grads, sums = Pipelined(decoder, config, weights, microbatches, num_tokens).gradients()
+    else:
+        ahead = config.loss.balance_scope == "global_batch" and config.train.microbatches > 1
+        step_LE = _requested_of_step(forward, weights, microbatches) if ahead else None
+        grads, sums = accumulate(loss_fn, weights, microbatches)
     grads = reduce(grads, layouts) if mode == "step" else grads
     sums = lax.psum(sums, TOKEN_AXES)
     squares = lax.psum(sum_of_squares(grads, layouts, config.mesh), AXES)
@@ -78,14 +67,8 @@ def _gradients(
     return grads, metrics
 
 
-def _with_balance(sums: Sums, before: Sums | None, step_LE: jax.Array | None, scope: Scope) -> Sums:
-    """`sums` with the balance loss of a scope that is wider than a sequence; layers make the others themselves."""
-    now = sums.statistics
-    if now is None or scope in ("sequence", "sequence_unbiased"):
-        return sums
-    earlier = None if before is None or before.statistics is None else before.statistics.requested_E
-    balance_L = balance_sum(scope, now.score_E, now.requested_E, earlier, step_LE)
-    return sums._replace(statistics=now._replace(balance_sum=balance_L))
+def _microbatches(batch: Params, config: Config) -> Params:
+    return jax.tree.map(lambda a: a.reshape(config.train.microbatches, -1, a.shape[-1]), batch)
 
 
 def _requested_of_step(forward: Callable[[Params, Params], Sums], weights: Params, microbatches: Params) -> jax.Array:
@@ -117,9 +100,12 @@ def evaluation_function(decoder: Decoder, layouts: Params, config: Config, mesh:
     storage = jax.tree.map(lambda layout: layout.storage_spec, layouts, is_leaf=is_layout)
 
     def body(params: Params, batch: Params) -> Params:
-        sums = decoder.sums(gather(params, layouts, decoder.dtype), batch, lambda name, weights: weights)
-        tokens = jnp.sum(batch["segments"] > 0, dtype=jnp.int32)
-        return lax.psum({"loss_sum": sums.ce, "tokens": tokens}, TOKEN_AXES)
+        weights, tokens = gather(params, layouts, decoder.dtype), jnp.sum(batch["segments"] > 0, dtype=jnp.int32)
+        if config.mesh.stage > 1:
+            ce = Pipelined(decoder, config, weights, _microbatches(batch, config), tokens).cross_entropy()
+        else:
+            ce = decoder.sums(weights, batch, lambda name, weights: weights).ce
+        return lax.psum({"loss_sum": ce, "tokens": tokens}, TOKEN_AXES)
 
     return jax.shard_map(body, mesh=mesh, in_specs=(storage, BATCH_SPEC), out_specs=PartitionSpec(), check_vma=True)
 
