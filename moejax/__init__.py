@@ -10,13 +10,15 @@ if TYPE_CHECKING:
     from moejax.config import Config
     from moejax.configure import dump_config, load_config
     from moejax.errors import UserError
+    from moejax.plan.meter import Meter
     from moejax.train.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Trainer", "UserError", "__version__", "dump_config", "load_config"]
+__all__ = ["Config", "Meter", "Trainer", "UserError", "__version__", "dump_config", "load_config"]
 
 _HOMES = {
     "Config": "moejax.config",
+    "Meter": "moejax.plan.meter",
     "Trainer": "moejax.train.trainer",
     "UserError": "moejax.errors",
     "dump_config": "moejax.configure",

@@ -186,6 +186,8 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %st = ((f32[2]{0}, f32[6]{0}), (f32[4]{0}, f32[12]{0})) all-gather-start(%a, %b), replica_groups=[1,2]<=[2]
   %dn = (f32[4]{0}, f32[12]{0}) all-gather-done(%st)
   %a2 = (f32[3]{0}, f32[3]{0}) all-to-all(%c, %d), replica_groups={{0,2},{1,3}}
+  %as = ((f32[5]{0}), f32[5]{0}) all-reduce-start(%e), replica_groups={{0,1}}, to_apply=%add
+  %at = f32[6]{0} all-reduce-start(%e), replica_groups={{0,1}}, to_apply=%add
 }
 """
 
@@ -201,8 +203,10 @@ def test_counting_follows_loops_calls_and_groups() -> None:
         ("all-reduce", "f32", ((4,), ()), 1, 0, ("data", "expert"), ""),
         ("all-gather", "f32", ((4,), (12,)), 1, 2, ("expert",), ""),
         ("all-to-all", "f32", ((2, 3),), 1, 2, ("data",), ""),
+        ("all-reduce", "f32", ((5,),), 1, 2, ("expert",), ""),
+        ("all-reduce", "f32", ((6,),), 1, 2, ("expert",), ""),
     ]
-    assert [item.bytes for item in found] == [5 * 96, 5 * 48, 32, 20, 64, 24]
+    assert [item.bytes for item in found] == [5 * 96, 5 * 48, 32, 20, 64, 24, 20, 24]
     assert found[0].wire_bytes == 5 * 96 * 3 / 4
     assert wire_fraction("all-reduce", 4) == 2 * wire_fraction("all-gather", 4) == 1.5
 
@@ -211,7 +215,7 @@ def test_a_loop_of_unknown_length_is_refused_only_around_collectives() -> None:
     with pytest.raises(ValueError, match="no known trip count"):
         collectives(TEXT.replace("known_trip_count", "other"))
     text = TEXT.replace("known_trip_count", "other").replace("all-gather(", "add(").replace("reduce-scatter(", "add(")
-    assert len(collectives(text)) == 3
+    assert len(collectives(text)) == 5
 
 
 def test_a_loop_without_a_known_count_tells_it_by_its_condition() -> None:

@@ -40,6 +40,19 @@ SPECS = {
 }
 
 
+class ToyStep:
+    """The training step with its poison; it is compiled when it is called first."""
+
+    def __init__(self, compiled, poison):
+        self._compiled, self._poison = compiled, poison
+
+    def __call__(self, state, batch):
+        return self._compiled(state, batch, self._poison)
+
+    def as_text(self):
+        return "HloModule toy"
+
+
 class ToyProgram:
     """A small model over tokens. `poison` holds steps (from 1) whose loss is not finite."""
 
@@ -83,8 +96,9 @@ class ToyProgram:
         zero = jnp.int32(0)
         return TrainState(zero, params, self.optimizer.init(params), zero, zero)
 
-    def train_step(self, state, batch):
-        return self._compiled(state, batch, self.poison)
+    @property
+    def compiled_step(self):
+        return ToyStep(self._compiled, self.poison)
 
     def poisoned(self, poison):
         """The same compiled program with other poison."""
@@ -174,11 +188,11 @@ def toy_program(config, poison=()):
     return _compiled(config.mesh, config.model, config.data, config.train, config.optimizer).poisoned(poison)
 
 
-def toy_trainer(config, poison=(), program=toy_program):
+def toy_trainer(config, poison=(), program=toy_program, **options):
     """A Trainer of the toy model."""
     from moejax.train.trainer import Trainer
 
-    return Trainer(config, make_program=lambda c, mesh: program(c, poison), make_loader=ToyLoader)
+    return Trainer(config, make_program=lambda c, mesh: program(c, poison), make_loader=ToyLoader, **options)
 
 
 def _saving(root: Path) -> bool:

@@ -1,6 +1,8 @@
-"""`moejax inspect routing`: how a run's tokens spread over experts, as pictures over layers and steps."""
+"""`moejax inspect`: how a run's tokens spread over experts, and where the time of its steps goes."""
 
 import argparse
+import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,15 @@ def register(subparsers: Any) -> None:
     routing.add_argument("folder", metavar="RUN", help="folder of a run")
     routing.add_argument("--png", metavar="FILE", help="also write pictures, with the load of every expert")
     routing.set_defaults(run=run_routing)
+    trace = topics.add_parser(
+        "trace",
+        help="time of traced steps, by part of the step",
+        description="Sum up a trace that 'moejax train --profile' wrote: time by named scope, model time and taxes.",
+        epilog="example: moejax inspect trace runs/quickstart",
+    )
+    trace.add_argument("folder", metavar="RUN", help="folder of a run, or one that holds its trace")
+    trace.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    trace.set_defaults(run=run_trace)
 
 
 def run_routing(args: argparse.Namespace) -> int:
@@ -49,6 +60,19 @@ def run_routing(args: argparse.Namespace) -> int:
     if args.png:
         draw(steps, requested_SLE, load_LS, Path(args.png))
         print(f"pictures in {args.png}")
+    return 0
+
+
+def run_trace(args: argparse.Namespace) -> int:
+    """Print the time of traced steps by scope; return the exit code."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from moejax.plan.trace import read_trace, show_trace
+
+    trace = read_trace(args.folder)
+    if args.json:
+        print(json.dumps(trace.as_dict(), indent=2))
+    else:
+        show_trace(trace)
     return 0
 
 

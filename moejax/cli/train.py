@@ -18,17 +18,23 @@ def register(subparsers: Any) -> None:
         epilog="example: moejax train configs/quickstart.yaml --train.steps=400",
     )
     add_config_arguments(parser)
+    parser.add_argument(
+        "--profile",
+        metavar="START:STOP",
+        help="trace these steps, both included, into RUN/profile; 'moejax inspect trace RUN' sums the trace up",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; return the exit code."""
     config = config_from(args)
+    from moejax.plan.meter import Meter
     from moejax.train.guards import Preempted, TrainingStopped
     from moejax.train.trainer import Trainer
 
     try:
-        Trainer(config).run()
+        Trainer(config, make_meter=Meter, profile=args.profile).run()
     except (Preempted, TrainingStopped) as ending:
         print(ending, file=sys.stderr)
         return ending.exit_code

@@ -170,7 +170,8 @@ def _collective(line: str, match: re.Match[str], times: int, scattered: bool) ->
     """
     kind, start = match[2], bool(match[3])
     shapes = [(dtype, _dims(dims)) for dtype, dims in _SHAPE.findall(match[1]) if dtype in _BITS]
-    if start and kind in ("all-gather", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter"):
+    paired = kind in ("all-gather", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
+    if start and (paired or match[1].startswith("((")):  # an all-reduce gives its inputs as well on GPUs alone
         data = [shape for shape in shapes if shape[1]]  # asynchronous: inputs, outputs, and scalars of the transport
         shapes = data[len(data) // 2 :]
     groups = _groups(line)

@@ -116,6 +116,17 @@ def names() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in _FILES.iterdir() if file.name.endswith(".yaml"))
 
 
+_OTHER_NAMES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite", "TPU v7": "TPU7x"}
+"""What releases of JAX also call a kind of device."""
+
+
+def target_of(device_kind: str) -> Target | None:
+    """The target whose devices JAX calls by this name; None where none is, and for simulated devices."""
+    kind = _OTHER_NAMES.get(device_kind, device_kind)
+    found = [target for target in map(read_target, names()) if target.device_kind == kind and not target.shared]
+    return found[0] if found else None
+
+
 def read_target(name: str) -> Target:
     """The target of a name.
 

@@ -20,7 +20,7 @@ def of_seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "-"
 
 
 def _scaled(number: float, step: int, units: Sequence[str]) -> tuple[float, str]:

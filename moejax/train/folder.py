@@ -37,6 +37,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
+        self.profile = self.path / "profile"
 
     def make(self) -> None:
         """Make the folder.

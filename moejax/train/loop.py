@@ -15,6 +15,7 @@ from moejax.train.checkpoint import Checkpoints
 from moejax.train.evaluate import HeldOut
 from moejax.train.folder import RunFolder
 from moejax.train.guards import Preempted, Signals, StepGuard, TrainingStopped, Watchdog
+from moejax.train.measure import HostTime, Meter, Profile, Tracer
 from moejax.train.metrics import MetricWriter, Row
 from moejax.train.report import Report, final_table
 
@@ -32,6 +33,8 @@ class Session:
         report: Where to show progress.
         step: Checkpoint to go on from; None to start from scratch.
         meta: What is saved beside that checkpoint.
+        meter: Adds figures to rows.
+        profile: Steps to trace.
     """
 
     def __init__(
@@ -45,11 +48,15 @@ class Session:
         report: Report,
         step: int | None,
         meta: dict[str, Any],
+        meter: Meter | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.config, self.folder, self.program, self.train_data = config, folder, program, train_data
         self.checkpoints, self.report = checkpoints, report
         self.held_out = HeldOut(config, held_out)
         self.first = step or 0
+        self.meter, self.host = meter, HostTime()
+        self.tracer = Tracer(profile, folder.profile)
         self.data = {"fingerprint": train_data.fingerprint, "seed": config.run.seed}
         self.data |= {"batch_size": config.data.batch_size, "sequence_length": config.data.sequence_length}
         if step is None:
@@ -87,7 +94,14 @@ class Session:
         """Take the steps; return the rows of metrics.jsonl."""
         batches = self.train_data.batches(self.first, rows=self.program.rows)
         closing = contextlib.closing
-        with closing(self.writer), closing(self.guard), self.report, self.watchdog, Signals() as signals:
+        with (
+            closing(self.writer),
+            closing(self.guard),
+            closing(self.tracer),
+            self.report,
+            self.watchdog,
+            Signals() as signals,
+        ):
             try:
                 self._loop(batches, signals)
                 self._flush()
@@ -100,20 +114,43 @@ class Session:
         return self.writer.history
 
     def _loop(self, batches: Iterator[Any], signals: Signals) -> None:
-        total, every = self.config.train.steps, self.config
+        total, every, host = self.config.train.steps, self.config, self.host
+        train_step = self._compile()
+        host.start(self.first)
         for step in range(self.first + 1, total + 1):
-            self.state, metrics = self.program.train_step(self.state, self.program.put(next(batches)))
-            self.guard.push(step, metrics["bad_streak"], metrics["tokens"])
+            with host("data"):
+                batch = next(batches)
+            with host("put"):
+                batch = self.program.put(batch)
+            if self.tracer.starts(step):
+                with host("pause"), self.guard.pause("the trace"):
+                    self.tracer.start(train_step.as_text(), self.program.mesh)
+            with host("dispatch"), self.tracer.step(step):
+                self.state, metrics = train_step(self.state, batch)
+            with host("wait"):
+                self.guard.push(step, metrics["bad_streak"], metrics["tokens"])
+            if self.tracer.stops(step):
+                with host("pause"), self.guard.pause("the trace"):
+                    self.report.say(self.tracer.stop())
             evaluate = step == total or step % every.eval.every == 0
             if evaluate or step % every.log.every == 0:
-                self._flush()
-                self._pending = (step, metrics)
-            if evaluate:
-                self._evaluate()
-            if step == total or step % every.checkpoint.every == 0:
-                self._save(step)
+                with host("log"):
+                    self._flush()
+                self._pending = (step, metrics | host.take(step))
+            with host("pause"):
+                if evaluate:
+                    self._evaluate()
+                if step == total or step % every.checkpoint.every == 0:
+                    self._save(step)
             if signals.requested(step) and step < total:
                 self._leave(step, signals)
+
+    def _compile(self) -> Any:
+        compiled = self.program.compiled_step
+        if self.meter is not None:
+            for line in self.meter.compiled(compiled.as_text()):
+                self.report.say(line)
+        return compiled
 
     def _flush(self) -> None:
         """Write the row logged last, one interval late: its step has ended by now, or nearly, and others run on."""
@@ -127,6 +164,8 @@ class Session:
         seconds = max(mark.seconds - self._base.seconds, 1e-9)
         row["tokens_per_second"] = (mark.tokens - self._base.tokens) / seconds
         row["step_seconds"] = seconds / (step - self._base.step)
+        if self.meter is not None:
+            row |= self.meter.figures(row)
         del row["bad_streak"]
         self._base = mark
         if warning := self.alarm.update(row):

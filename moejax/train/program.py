@@ -1,7 +1,7 @@
 """Everything that is compiled for a run: abstract state, initialisation, training step, evaluation."""
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -63,6 +63,11 @@ class Program:
         return {
             key: jax.ShapeDtypeStruct(self.batch_shape, jnp.int32, sharding=self.batch_sharding) for key in BATCH_KEYS
         }
+
+    @cached_property
+    def compiled_step(self) -> jax.stages.Compiled:
+        """`train_step`, compiled ahead: its text and memory can be read, and nothing is compiled twice."""
+        return self.train_step.lower(self.abstract_state, self.abstract_batch).compile()
 
     def init(self, seed: int) -> TrainState:
         """State of step 0, made on the devices in its sharding."""

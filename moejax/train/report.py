@@ -28,7 +28,7 @@ class Report:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if self.console.is_terminal and not quiet:
-            text = TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s  {task.fields[left]} left")
+            text = TextColumn("loss {task.fields[loss]}  {task.fields[speed]}  {task.fields[left]} left")
             self._bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), text, console=self.console)
             self._task = self._bar.add_task("", total=self._total, completed=step, loss="-", speed="-", left="-")
 
@@ -50,17 +50,13 @@ class Report:
     def row(self, row: Row) -> None:
         """Show a logged step."""
         seen = _shown(row)
+        speed = seen["tokens_per_second"] + (f" tokens/s, {row['mfu']:.1%} MFU" if "mfu" in row else " tokens/s")
         compiled = row["step"] == self._first + 1  # this step's time says nothing about those to come
         left = "-" if compiled else seconds((self._total - row["step"]) * row["step_seconds"])
         if self._bar:
-            self._bar.update(
-                self._task, completed=row["step"], loss=seen["loss"], speed=seen["tokens_per_second"], left=left
-            )
+            self._bar.update(self._task, completed=row["step"], loss=seen["loss"], speed=speed, left=left)
         else:
-            self.say(
-                f"step {row['step']}/{self._total}  loss {seen['loss']}  "
-                f"{seen['tokens_per_second']} tokens/s  {left} left"
-            )
+            self.say(f"step {row['step']}/{self._total}  loss {seen['loss']}  {speed}  {left} left")
         if "eval/loss" in row:
             self.say(
                 f"step {row['step']}: held-out loss {seen['eval/loss']}, {seen['eval/bits_per_byte']} bits per byte"

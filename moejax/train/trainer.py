@@ -14,6 +14,7 @@ from moejax.train import distributed
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.folder import RunFolder, model_changes
 from moejax.train.loop import Session
+from moejax.train.measure import Meter, Profile
 from moejax.train.metrics import Row, read_rows
 from moejax.train.program import Program
 from moejax.train.report import Report, final_table
@@ -26,9 +27,11 @@ class Trainer:
         config: The run.
         make_program: Compiles a configuration for a mesh; a `Program` by default.
         make_loader: Makes the loader of a split, `train` or `heldout`; a `Loader` by default.
+        make_meter: Makes what adds model FLOPs, MFU and bytes to rows, as `moejax.Meter`; None for none of them.
+        profile: Steps to trace into RUN/profile, as START:STOP, both included; None for no trace.
 
     Raises:
-        UserError: The mesh does not fit the machine.
+        UserError: The mesh does not fit the machine, or `profile` is no range of steps.
     """
 
     def __init__(
@@ -36,7 +39,11 @@ class Trainer:
         config: Config,
         make_program: Callable[[Config, Mesh], Any] = Program,
         make_loader: Callable[..., Any] = Loader,
+        make_meter: Callable[[Config], Meter] | None = None,
+        profile: str | None = None,
     ) -> None:
+        self._profile = Profile.parse(profile, config) if profile is not None else None
+        self._make_meter = make_meter
         self.mesh = distributed.start(config)
         self.config = config
         self.folder = RunFolder(config)
@@ -55,6 +62,8 @@ class Trainer:
         checkpoints = Checkpoints(self.folder.checkpoints, options.keep_last, options.keep_every)
         with contextlib.closing(checkpoints):
             step = checkpoints.newest()
+            if self._profile is not None:
+                self._profile.check(step or 0)
             report = Report(self.config, step or 0, quiet=jax.process_index() != 0)
             for name in checkpoints.set_aside:
                 report.say(f"checkpoint {name} is not whole, so it is set aside as incomplete-{name}")
@@ -70,7 +79,9 @@ class Trainer:
         quiet = jax.process_index() != 0
         train, held_out = (self._make_loader(self.config, split, quiet=quiet) for split in ("train", "heldout"))
         program = self._make_program(self.config, self.mesh)
-        return Session(self.config, self.folder, program, train, held_out, checkpoints, report, step, meta)
+        meter = self._make_meter(self.config) if self._make_meter else None
+        parts = (self.config, self.folder, program, train, held_out, checkpoints, report, step, meta)
+        return Session(*parts, meter, self._profile)
 
     def _refuse_changes(self, checkpoints: Checkpoints, step: int, meta: dict[str, Any]) -> None:
         """Refuse to start over in a used folder, or to go on with another model than the checkpoint's."""
