@@ -3,7 +3,7 @@
 import gzip
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,7 +61,7 @@ class Trace:
 
     def kinds(self) -> dict[str, float]:
         """Seconds of model time and of each tax."""
-        found = dict.fromkeys((MODEL, CAPACITY, RUNTIME), 0.0)
+        found: dict[str, float] = {MODEL: 0.0, CAPACITY: 0.0, RUNTIME: 0.0}
         for scope, seconds in self.busy.items():
             found[kind_of(scope)] += seconds
         return found
@@ -120,7 +120,8 @@ def read_trace(folder: str) -> Trace:
 def _sum(data: Any, text: str, about: Mapping[str, Any]) -> Trace:
     known, module = instructions(text), re.search(r"HloModule ([\w.\-~]+)", text)
     steps = about["last"] - about["first"] + 1
-    busy, backward, moving, first, last = Counter(), Counter(), Counter(), float("inf"), 0.0
+    busy, backward, moving = defaultdict(float), defaultdict(float), defaultdict(float)
+    first, last = float("inf"), 0.0
     share = 1 / (steps * about["devices"])
     for name, start, seconds in _operations(data, module[1] if module else ""):
         if name not in known:
@@ -134,7 +135,8 @@ def _sum(data: Any, text: str, about: Mapping[str, Any]) -> Trace:
     if not busy:
         raise UserError("the trace holds no operation of the compiled step: trace again, with later steps")
     facts = (about["first"], about["last"], about["devices"], about["device_kind"], (last - first) / steps)
-    return Trace(*facts, dict(busy.most_common()), dict(backward), dict(moving))
+    ordered = dict(sorted(busy.items(), key=lambda item: -item[1]))
+    return Trace(*facts, ordered, dict(backward), dict(moving))
 
 
 def _operations(data: Any, module: str) -> Iterator[tuple[str, float, float]]:

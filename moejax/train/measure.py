@@ -40,12 +40,12 @@ class HostTime:
     """Adds up the host's seconds by part of the loop."""
 
     def __init__(self) -> None:
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._step = 0
+        self.start(0)
 
     def start(self, step: int) -> None:
         """Forget what was; `step` is the last one done."""
-        self._seconds, self._step = dict.fromkeys(PARTS, 0.0), step
+        self._seconds: dict[str, float] = {part: 0.0 for part in PARTS}
+        self._step = step
 
     @contextlib.contextmanager
     def __call__(self, part: str) -> Iterator[None]:
