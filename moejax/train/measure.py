@@ -44,7 +44,7 @@ class HostTime:
 
     def start(self, step: int) -> None:
         """Forget what was; `step` is the last one done."""
-        self._seconds: dict[str, float] = {part: 0.0 for part in PARTS}
+        self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._step = step
 
     @contextlib.contextmanager
