@@ -103,7 +103,9 @@ def _ring(
 def _forward(
     q_BsHd: jax.Array, kv_2BsKd: jax.Array, segments_Bs: jax.Array, segments_CBs: jax.Array, ring: Ring
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    queries = Queries.make(q_BsHd, segments_Bs, kv_2BsKd.shape[3])
+    # JAX takes what no layer changes out of a differentiated scan over layers: the masks of all steps at once, were
+    # they not tied to the queries.
+    queries = lax.optimization_barrier(Queries.make(q_BsHd, segments_Bs, kv_2BsKd.shape[3]))
 
     def visit(state: State, kv: jax.Array, step: Any) -> State:
         return attend(queries, ring.block(kv, segments_CBs, step), state, ring.window)
