@@ -156,7 +156,7 @@ def test_no_docstring_names_an_option_that_is_not_there() -> None:
         ("model.layers=[{pattern: [{window: -1}]}]", "model.layers.window=-1: must be greater than zero"),
         ("run.name=a/b", "run.name='a/b': must be a folder name"),
         ("mesh.stage=8", "mesh.stage=8: must be fewer: 4 layers"),
-        ("mesh.context=4", "mesh.context=4: must be a divisor of the key-value heads (2"),
+        ("mesh.context=4", "mesh.context=4: must be a divisor of the 2 key-value heads of a device"),
         ("context.attention=ring", "context.attention=ring: must be left out: mesh.context=1"),
         # between sections
         ("mesh.expert=3", "data.batch_size=32: must be a multiple of 3"),

@@ -144,12 +144,14 @@ class Config:
             "ring",
             "left out: mesh.context=1",
         )
-        whole = self.context.attention == "ring" or heads.num_kv_heads % (mesh.context * mesh.model) == 0
+        split = "model" in self.sharding.compute.get("kv_heads", ("model",))
+        local = (heads.num_kv_heads if split else heads.num_heads) // mesh.model
+        whole = self.context.attention == "ring" or local % mesh.context == 0
         require(
-            whole,
+            whole or mesh.context == 1,
             "mesh.context",
             mesh.context,
-            f"a divisor of the key-value heads ({heads.num_kv_heads}, over mesh.model), or set context.attention=ring",
+            f"a divisor of the {local} key-value heads of a device, or set context.attention=ring",
         )
 
     def _check_moe(self) -> None:

@@ -8,7 +8,6 @@ masked: tokens that do not exist are not routed, and gradients from a bubble are
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,39 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.axes import STAGE, TOKEN_AXES
+from moejax.schedule.parts import Microbatch, Parts, Tree
 from moejax.schedule.residuals import Residuals
 from moejax.schedule.table import Phase, Table
 from moejax.varying import vary, varying_axes
 
-Tree = Any
-Microbatch = dict[str, jax.Array]
 EVERYWHERE = (*TOKEN_AXES, STAGE)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A model in the pieces that a pipeline runs.
-
-    Attributes:
-        embed: (ends, microbatch) to hidden states [B, S, D], equal on all stages.
-        unembed: (gradients of ends, microbatch, gradient of the hidden states) to gradients with the embedding's added.
-        layer: Of each group, (weights of one slot, hidden states, microbatch, live, statistics so far, place) to
-            (hidden states, this device's share of the loss) and statistics. `live` is false for an empty slot and in
-            a bubble; `place` is the slot.
-        head: (ends, last hidden states, microbatch) to this device's share of the loss and cross-entropy; its
-            gradient is taken in `head_keys` of ends and in the hidden states.
-        head_keys: Names of what the head reads.
-        per_chunk: Slots of each group in one chunk.
-        live: Of each group, which slots of each stage hold a layer [S, slots].
-    """
-
-    embed: Callable[[Tree, Microbatch], jax.Array]
-    unembed: Callable[[Tree, Microbatch, jax.Array], Tree]
-    layer: Mapping[str, Callable[..., Any]]
-    head: Callable[[Tree, jax.Array, Microbatch], tuple[jax.Array, jax.Array]]
-    head_keys: tuple[str, ...]
-    per_chunk: Mapping[str, int]
-    live: Mapping[str, Any]
 
 
 def _at(tree: Tree, index: jax.Array) -> Tree:
@@ -88,8 +60,11 @@ class Pipeline:
     def _microbatch(self, index: jax.Array) -> Microbatch:
         return _at(self.microbatches, index)
 
-    def _zeros(self, tree: Tree, *lead: int, dtype: Any = None) -> Tree:
-        return jax.tree.map(lambda a: vary(jnp.zeros((*lead, *a.shape), dtype or a.dtype), EVERYWHERE), tree)
+    def _zeros(self, tree: Tree, lead: int) -> Tree:
+        """Zeros [lead, ...] for each leaf."""
+        return jax.tree.map(
+            lambda a: vary(jnp.zeros((lead, *a.shape), a.dtype), varying_axes(a) | set(EVERYWHERE)), tree
+        )
 
     # Forward
 
