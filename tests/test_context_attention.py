@@ -77,7 +77,8 @@ def check(kind: str, size: int, length: int, heads: int, kv_heads: int, window: 
     for name, g, w in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
         g = np.asarray(g)
         assert np.isfinite(g).all(), name
-        np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max(), rtol=0, err_msg=name)
+        scale = max(np.abs(w).max(), 1.0)  # with window 1 scores have no gradient, and terms over one cancel
+        np.testing.assert_allclose(g, w, atol=1e-5 * scale, rtol=0, err_msg=name)
 
 
 # kind, size, length, heads, key-value heads, window, queries a block: shards of odd lengths, windows under, of and over
