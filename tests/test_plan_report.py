@@ -24,10 +24,13 @@ from moejax.config import (
     TrainConfig,
     WeightsConfig,
 )
+from moejax.configure import load_config
 from moejax.errors import UserError
+from moejax.plan.activations import saved_bytes
+from moejax.plan.compile import compile_step
 from moejax.plan.cost import step_cost
 from moejax.plan.flops import causal_pairs, forward_flops, mfu, training_flops
-from moejax.plan.memory import bytes_per_parameter, state_memory
+from moejax.plan.memory import bytes_per_parameter, memory, state_memory
 from moejax.plan.page import make_page
 from moejax.plan.parameters import module_counts
 from moejax.plan.report import make_report, with_devices
@@ -219,3 +222,19 @@ def test_bad_arguments_are_one_line(
     config.write_text("run: {name: small}\n")
     assert main(["plan", str(config), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_saved_activations_hold_no_weights() -> None:
+    """Twice the experts of the same tokens: as many rows, and scores of twice the width, but no weight in any shape."""
+    model = tiny.MODEL
+    more = dataclasses.replace(model, moe=dataclasses.replace(model.moe, num_experts=2 * model.moe.num_experts))
+    few, many = saved_bytes(tiny.config(model=model)), saved_bytes(tiny.config(model=more))
+    per_token = 4 * 16 * model.moe.num_experts * 2  # at most a few float32 arrays [T, N] in each of two layers
+    assert 0 <= many - few < 8 * per_token < 4 * 8 * model.moe.expert_dim * model.d_model
+
+
+@pytest.mark.slow
+def test_memory_estimate_of_the_quickstart() -> None:
+    run = load_config(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
+    estimate = sum(memory(run, tensors(run)).values())
+    assert estimate == pytest.approx(compile_step(run, read_target("cpu")).peak, rel=0.15)

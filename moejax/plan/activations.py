@@ -1,7 +1,8 @@
 """What forward keeps for backward on one device: read off the traced step, without compiling it.
 
 `jax.vjp` says which arrays backward will read. Tracing it inside `shard_map` over an abstract mesh gives their
-shapes on one device, and needs no devices.
+shapes on one device, and needs no devices. What does not grow with the number of sequences is left out: weights in
+another shape, which are no copies, and gradients that are counted elsewhere.
 """
 
 import dataclasses
@@ -26,18 +27,17 @@ _DENSE: dict[str, Any] = {"moe": MoEConfig(), "loss": LossConfig()}
 
 
 def saved_bytes(config: Config) -> int:
-    """Bytes that one microbatch's forward pass keeps for its backward pass on one device, weights not counted."""
-    gathered = dataclasses.replace(config, weights=WeightsConfig("step"))
-    return _residual_bytes(gathered)
+    """Bytes that forward keeps of each sequence of a device for its backward pass."""
+    return _sequence_bytes(dataclasses.replace(config, weights=WeightsConfig("step")))
 
 
 def layer_bytes(config: Config) -> int:
-    """Bytes of everything that one repetition of a pattern makes for its backward pass: the largest such."""
+    """Bytes of all that one repetition of a pattern makes of a sequence for its backward pass: the largest such."""
     largest = 0
     for spec in config.model.layers:
         one = dataclasses.replace(config.model, layers=(LayerGroup(1, spec.pattern),), vocab_size=257)
         run = dataclasses.replace(config, model=one, **_WHOLE, **({} if one.num_moe_layers else _DENSE))
-        largest = max(largest, _residual_bytes(run) - _ends_bytes(run))
+        largest = max(largest, _sequence_bytes(run) - _ends_bytes(run))
     return largest
 
 
@@ -55,9 +55,18 @@ def local_batch(config: Config) -> tuple[int, int]:
 
 
 def _ends_bytes(config: Config) -> int:
-    """What the embedding, the last norm and the head keep: hidden states and their gradient, and the head's."""
-    width, (rows, length) = (4 if config.model.dtype == "float32" else 2), local_batch(config)
-    return rows * length * config.model.d_model * (width + 4) + config.model.d_model * config.model.vocab_size * width
+    """What the embedding, the last norm and the head keep of a sequence: hidden states and their gradient."""
+    width, (_, length) = (4 if config.model.dtype == "float32" else 2), local_batch(config)
+    return length * config.model.d_model * (width + 4)
+
+
+def _sequence_bytes(config: Config) -> int:
+    """What grows with each sequence that a device has in a microbatch."""
+    shards = config.mesh.data * config.mesh.expert * config.train.microbatches
+    one, two = (
+        dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=rows * shards)) for rows in (1, 2)
+    )
+    return _residual_bytes(two) - _residual_bytes(one)
 
 
 def _residual_bytes(config: Config) -> int:
