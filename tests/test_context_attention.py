@@ -73,7 +73,8 @@ def sharded(kind: str, size: int, window: int | None, data: int = 1) -> Any:
 def check(kind: str, size: int, length: int, heads: int, kv_heads: int, window: int | None) -> None:
     *floats, segments = arrays(length, heads, kv_heads)
     got = sharded(kind, size, window, min(2, 8 // size))(*(jnp.asarray(a, jnp.float32) for a in floats), segments)
-    want = numpy_attention(*floats[:3], segments, window, floats[3])
+    q, k, v, dout = floats
+    want = numpy_attention(q, k, v, segments, window, dout)
     for name, g, w in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
         g = np.asarray(g)
         assert np.isfinite(g).all(), name
@@ -119,8 +120,8 @@ def test_equals_the_whole_sequence_whole_product(monkeypatch, kind, size, length
 def test_bfloat16_is_as_exact_as_on_one_device(kind):
     *floats, segments = arrays(48, 4, 4, width=16)
     rounded = [jnp.asarray(a, jnp.bfloat16) for a in floats]
-    exact = [np.asarray(a, np.float64) for a in rounded]
-    want = numpy_attention(*exact[:3], segments, None, exact[3])
+    q, k, v, dout = (np.asarray(a, np.float64) for a in rounded)
+    want = numpy_attention(q, k, v, segments, None, dout)
     with jax.numpy_dtype_promotion("standard"):  # as JAX's attention wants it
         got, alone = (sharded(kind, size, None)(*rounded, segments) for size in (4, 1))
     for name, g, one, w in zip(("out", "dq", "dk", "dv"), got, alone, want, strict=True):
