@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.axes import STAGE, TOKEN_AXES
+from moejax.kernels import merge, split_constants
 from moejax.schedule.parts import Microbatch, Parts, Tree
 from moejax.schedule.residuals import Residuals
 from moejax.schedule.table import Phase, Table
@@ -48,7 +49,8 @@ class Pipeline:
     """
 
     def __init__(self, parts: Parts, table: Table, ends: Tree, groups: Mapping[str, Tree], microbatches: Microbatch):
-        self.parts, self.table, self.ends, self.groups, self.microbatches = parts, table, ends, groups, microbatches
+        self.parts, self.table, self.ends, self.microbatches = parts, table, ends, microbatches
+        self.groups, self.constants = split_constants(dict(groups))
         self.stage = lax.axis_index(STAGE)
         self.residuals = {name: Residuals() for name in groups}
         self.live = {name: jnp.asarray(live)[self.stage] for name, live in parts.live.items()}
@@ -78,15 +80,16 @@ class Pipeline:
             def one(x, i, name=name, layer=layer, width=width, before=statistics[name]):  # type: ignore[no-untyped-def]
                 place = row["forward_chunk"] * width + i
                 w, live = _at(self.groups[name], place), self.live[name][place] & row["forward_valid"]
+                rest = _at(self.constants[name], place)
 
                 def run(w: Tree, x: jax.Array) -> Any:
-                    return layer(w, x, microbatch, live, _at(before, place), place)
+                    return layer(merge(w, rest), x, microbatch, live, _at(before, place), place)
 
                 if not keep:
                     (y, _), found = run(w, x)
                     return y, ((), found)
                 (y, _), pull, found = jax.vjp(run, w, x, has_aux=True)
-                return y, (self.residuals[name].split(pull, (w, microbatch, live)), found)
+                return y, (self.residuals[name].split(pull, (w, rest, microbatch, live)), found)
 
             x, (saved[name], found) = lax.scan(one, x, jnp.arange(width))
             start = row["forward_chunk"] * width
@@ -153,7 +156,8 @@ class Pipeline:
                 (dy, total), (i, saved) = pair, step
                 place = row["backward_chunk"] * width + i
                 w, live = _at(self.groups[name], place), self.live[name][place] & valid
-                pull = self.residuals[name].join(saved, (w, microbatch, live))
+                rest = _at(self.constants[name], place)
+                pull = self.residuals[name].join(saved, (w, rest, microbatch, live))
                 dw, dx = pull((dy, vary(live.astype(jnp.float32), EVERYWHERE)))
                 total = jax.tree.map(lambda t, g: t.at[place].add(g.astype(t.dtype)), total, dw)
                 return (dx, total), None
@@ -190,7 +194,8 @@ class Pipeline:
         """Zeros for each group's statistics, [slots, ...]."""
         found, microbatch, live = {}, self._microbatch(jnp.int32(0)), vary(jnp.bool_(True), (STAGE,))
         for name, layer in self.parts.layer.items():
-            w, slots = _at(self.groups[name], jnp.int32(0)), self.parts.per_chunk[name] * self.table.virtual
+            w = _at(merge(self.groups[name], self.constants[name]), jnp.int32(0))
+            slots = self.parts.per_chunk[name] * self.table.virtual
             kind = jax.eval_shape(layer, w, self.zero_x, microbatch, live, None, jnp.int32(0))[1]
             found[name] = self._zeros(kind, slots)
         return found
@@ -199,9 +204,7 @@ class Pipeline:
         """Float32 gradients of ends and of groups, cross-entropy, and statistics of this stage's slots."""
         carry = self._start(self._empty_statistics())
         carry |= {"dx": self.zero_x, "ends": self.zero_ends}
-        carry["groups"] = jax.tree.map(
-            lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying_axes(w)), dict(self.groups)
-        )
+        carry["groups"] = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying_axes(w)), self.groups)
         carry["dhead"] = vary(jnp.zeros((self.table.head_depth + 1, *self.zero_x.shape), self.zero_x.dtype), TOKEN_AXES)
         row = self._row(_at(self._rows(Phase(0, 1, True, False)), jnp.int32(0)))
         saved = jax.eval_shape(lambda: self._layers(row, self.zero_x, carry["statistics"], keep=True)[1])

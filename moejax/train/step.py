@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from moejax.axes import AXES, BATCH_AXES, CONTEXT, TOKEN_AXES
 from moejax.config import Config
 from moejax.model.decoder import Decoder, Params, Sums
+from moejax.model.quantized import matrices, quantized
 from moejax.moe.statistics import summarize
 from moejax.schedule.sequential import accumulate
 from moejax.sharding import gather, gather_for, is_layout, reduce, sum_of_squares
@@ -27,18 +28,19 @@ def _gradients(
     decoder: Decoder, layouts: Params, config: Config, params: Params, batch: Params
 ) -> tuple[Params, Params]:
     """Inside `shard_map`: reduced gradients in storage layout, and metrics equal on every device."""
-    mode, dtype = config.weights.gather, decoder.dtype
+    mode, dtype, forms = config.weights.gather, decoder.dtype, matrices(layouts, config.weights, config.mesh)
     groups = {key: layouts[key] for key in decoder.groups}
     layer = jax.tree.map(lambda layout: layout.without_layers(), groups, is_leaf=is_layout)
     outside = {key: layouts[key] for key in layouts if not (mode == "layer" and key in groups)}
 
     def gather_layer(name: str, weights: Params) -> Params:
-        return gather_for(layer[name], dtype)(weights) if mode == "layer" else weights
+        return quantized(gather_for(layer[name], dtype)(weights), forms[name]) if mode == "layer" else weights
 
     def forward(weights: Params, microbatch: Params) -> Sums:
         if mode != "step":
             weights = jax.tree.map(lambda w: lax.optimization_barrier((w, microbatch["index"]))[0], weights)
-            weights = weights | gather_for(outside, dtype)({key: weights[key] for key in outside})
+            gathered = gather_for(outside, dtype)({key: weights[key] for key in outside})
+            weights = weights | quantized(gathered, {key: forms[key] for key in outside})
         return decoder.sums(weights, microbatch, gather_layer)
 
     def loss_fn(weights: Params, microbatch: Params, before: Sums | None) -> tuple[jax.Array, Sums]:
@@ -50,7 +52,7 @@ def _gradients(
     microbatches = _microbatches(batch, config)
     # Storage does not change between microbatches: without a tie to something that does, XLA gathers it only once.
     microbatches["index"] = jnp.arange(config.train.microbatches, dtype=jnp.float32)
-    weights = gather(params, layouts, dtype) if mode == "step" else params
+    weights = quantized(gather(params, layouts, dtype), forms) if mode == "step" else params
     if config.mesh.stage > 1:
         grads, sums = Pipelined(decoder, config, weights, microbatches, num_tokens).gradients()
     else:
@@ -100,7 +102,9 @@ def evaluation_function(decoder: Decoder, layouts: Params, config: Config, mesh:
     storage = jax.tree.map(lambda layout: layout.storage_spec, layouts, is_leaf=is_layout)
 
     def body(params: Params, batch: Params) -> Params:
-        weights, tokens = gather(params, layouts, decoder.dtype), jnp.sum(batch["segments"] > 0, dtype=jnp.int32)
+        forms = matrices(layouts, config.weights, config.mesh)
+        weights = quantized(gather(params, layouts, decoder.dtype), forms)
+        tokens = jnp.sum(batch["segments"] > 0, dtype=jnp.int32)
         if config.mesh.stage > 1:
             ce = Pipelined(decoder, config, weights, _microbatches(batch, config), tokens).cross_entropy()
         else:
