@@ -20,17 +20,26 @@ from moejax.errors import UserError, nearest
 from moejax.options import is_optional, options, wanted, without_none
 
 
+def shipped(path: Path) -> Path:
+    """A file or folder of `configs/`: as it stands, else in the clone or the installed package of this code."""
+    if path.exists() or path.is_absolute() or path.parts[:1] != ("configs",):
+        return path
+    here = Path(__file__).parent
+    return next((place / path for place in (here.parent, here) if (place / path).exists()), path)
+
+
 def load_config(path: str | PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration.
 
     Args:
-        path: YAML file, or a run folder with `config.yaml` in it; None for the defaults of every option.
+        path: YAML file, or a run folder with `config.yaml` in it; None for the defaults of every option. A file
+            of `configs/` that is not in the current folder is the one that came with this code.
         overrides: Dotted settings such as `"mesh.expert=4"`; later ones win.
 
     Raises:
         UserError: The file is missing or no YAML, a key is unknown, or a value has the wrong type or range.
     """
-    document: dict[str, Any] = {} if path is None else _read(Path(path))
+    document: dict[str, Any] = {} if path is None else _read(shipped(Path(path)))
     for override in overrides:
         _apply(document, override)
     return _build(_checked(document, Config, ""))

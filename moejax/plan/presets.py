@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from moejax.configure import load_config
+from moejax.configure import load_config, shipped
 from moejax.errors import UserError, nearest
 from moejax.plan.description import FFN, MTP, Description, Group, Layer
 from moejax.plan.mixers import KINDS, BlockIndexer, Compressor, LatentIndexer, Mixer
@@ -59,15 +59,15 @@ class Model:
 
 
 def folder() -> Path:
-    """The folder of presets.
+    """The folder of presets: of this clone, or of the installed package.
 
     Raises:
         UserError: It is not there.
     """
-    for place in (Path(__file__).parents[2], Path.cwd()):
-        if (place / "configs" / "models").is_dir():
-            return place / "configs" / "models"
-    raise UserError("configs/models: not found; run this in a clone of the repository, or give a YAML file")
+    place = shipped(Path("configs", "models"))
+    if not place.is_dir():
+        raise UserError("configs/models: not found; run this in a clone of the repository, or give a YAML file")
+    return place
 
 
 def names() -> list[str]:
@@ -88,6 +88,7 @@ def read_model(name: str) -> Model:
         if name not in names():
             raise UserError(f"{name}: no such model{nearest(name, names())}; known: {', '.join(names())}")
         path = folder() / f"{name}.yaml"
+    path = shipped(path)
     if description := read_description(path):
         ffns = [layer.ffn for group in description.groups for layer in group.pattern if layer.ffn]
         experts = max(((ffn.num_experts, ffn.top_k) for ffn in ffns), default=(0, 0))
