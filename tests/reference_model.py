@@ -11,6 +11,11 @@ from moejax.config import Config
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
+def exact(x, w):
+    """Every product of activations with a matrix [K, N], apart from router and head."""
+    return jnp.matmul(x, w, precision=HIGHEST)
+
+
 def _norm(x, scale, eps):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
 
@@ -24,9 +29,12 @@ def _rope(x, positions, theta):
     return jnp.concatenate([z.real, z.imag], -1)
 
 
-def _attention(x, w, segments, positions, window, config):
+def _attention(x, w, segments, positions, window, config, product):
     a = config.model.attention
-    q, k, v = (jnp.einsum("sd,dhk->shk", x, w[name], precision=HIGHEST) for name in ("query", "key", "value"))
+    q, k, v = (
+        product(x, w[name].reshape(x.shape[1], -1)).reshape(len(x), -1, a.head_dim)
+        for name in ("query", "key", "value")
+    )
     if a.qk_norm == "head":
         q, k = (_norm(t, w[n]["scale"], config.model.norm_eps) for t, n in ((q, "query_norm"), (k, "key_norm")))
     if a.qk_norm == "full":
@@ -47,15 +55,15 @@ def _attention(x, w, segments, positions, window, config):
         scores = jnp.matmul(q[:, h], k[:, h // group].T, precision=HIGHEST) / jnp.sqrt(jnp.float32(a.head_dim))
         probs = jax.nn.softmax(jnp.where(mask, scores, -1e30), -1)
         heads.append(jnp.matmul(probs, v[:, h // group], precision=HIGHEST))
-    return jnp.einsum("shk,hkd->sd", jnp.stack(heads, 1), w["out"], precision=HIGHEST)
+    return product(jnp.concatenate(heads, 1), w["out"].reshape(-1, x.shape[1]))
 
 
-def _mlp(x, gate_up, down):
-    hidden = jax.nn.sigmoid(x @ gate_up[:, 0]) * (x @ gate_up[:, 0]) * (x @ gate_up[:, 1])
-    return hidden @ down
+def _mlp(x, gate_up, down, product, weight=1.0):
+    gate, up = (product(x, gate_up[:, i]) for i in range(2))
+    return product(jax.nn.sigmoid(gate) * gate * up * weight, down)
 
 
-def _moe(x, w, valid, config):
+def _moe(x, w, valid, config, product):
     """Every expert on every token, weighted by a dense [S, E] matrix of weights."""
     m = config.model.moe
     scores = jax.nn.softmax(jnp.matmul(x, w["router"], precision=HIGHEST), -1)
@@ -64,9 +72,9 @@ def _moe(x, w, valid, config):
     weights = jnp.where(chosen, scores, 0.0)
     if m.merge == "sum_to_one":
         weights = weights / jnp.where(valid, weights.sum(-1), 1.0)[:, None]
-    y = sum(weights[:, e : e + 1] * _mlp(x, w["gate_up"][e], w["down"][e]) for e in range(m.num_experts))
+    y = sum(_mlp(x, w["gate_up"][e], w["down"][e], product, weights[:, e : e + 1]) for e in range(m.num_experts))
     if m.shared_dim:
-        y = y + _mlp(x, w["shared"]["gate_up"], w["shared"]["down"])
+        y = y + _mlp(x, w["shared"]["gate_up"], w["shared"]["down"], product)
     num_valid = jnp.maximum(valid.sum(), 1)
     fraction = jax.lax.stop_gradient(chosen.sum(0).astype(jnp.float32) / (m.top_k * num_valid))
     mean_score = jnp.where(valid[:, None], scores, 0.0).sum(0) / num_valid
@@ -75,7 +83,7 @@ def _moe(x, w, valid, config):
     return y, balance * valid.sum(), jnp.where(valid, lse**2, 0.0).sum(), chosen.sum(0)
 
 
-def _sequence(params, row, config: Config):
+def _sequence(params, row, config: Config, product):
     valid = row["segments"] > 0
     x = params["embed"][row["tokens"]]
     balance = z = jnp.float32(0)
@@ -85,12 +93,12 @@ def _sequence(params, row, config: Config):
             for i, spec in enumerate(group.pattern):
                 w = jax.tree.map(lambda a, r=repetition: a[r], params[f"groups_{g}"][str(i)])
                 y = _norm(x, w["attention_norm"]["scale"], config.model.norm_eps)
-                x = x + _attention(y, w["attention"], row["segments"], row["positions"], spec.window, config)
+                x = x + _attention(y, w["attention"], row["segments"], row["positions"], spec.window, config, product)
                 y = _norm(x, w["ffn_norm"]["scale"], config.model.norm_eps)
                 if spec.ffn == "dense":
-                    x = x + _mlp(y, w["ffn"]["gate_up"], w["ffn"]["down"])
+                    x = x + _mlp(y, w["ffn"]["gate_up"], w["ffn"]["down"], product)
                 else:
-                    y, b, zz, c = _moe(y, w["ffn"], valid, config)
+                    y, b, zz, c = _moe(y, w["ffn"], valid, config, product)
                     x, balance, z = x + y, balance + b, z + zz
                     counts.append(c)
     x = _norm(x, params["final_norm"]["scale"], config.model.norm_eps)
@@ -100,9 +108,9 @@ def _sequence(params, row, config: Config):
     return ce, balance, z, valid.sum(), jnp.stack(counts) if counts else jnp.zeros((1, 1), jnp.int32)
 
 
-def reference_loss(params, batch, config: Config):
+def reference_loss(params, batch, config: Config, product=exact):
     """Loss of a whole batch and its parts: ce, balance, z, and requested counts [L, E]."""
-    ce, balance, z, tokens, counts = jax.vmap(lambda row: _sequence(params, row, config))(batch)
+    ce, balance, z, tokens, counts = jax.vmap(lambda row: _sequence(params, row, config, product))(batch)
     n = tokens.sum().astype(jnp.float32)
     layers = max(config.model.num_moe_layers, 1)
     parts = {"ce_loss": ce.sum() / n, "balance_loss": balance.sum() / n / layers, "z_loss": z.sum() / n / layers}

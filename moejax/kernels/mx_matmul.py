@@ -8,7 +8,7 @@ the order of summation can differ from a chip that multiplies MXFP8 itself.
 import functools
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def mx_matmul(x: jax.Array, weight: MXWeight, contract: int = 1) -> jax.Array:
         weight.sink.reshape(weight.forward.shape),
         None,
     )
-    out = _mx_matmul(*vary(args, varying_axes(args)), None, MXOptions(), weight.mode)
+    out: Any = _mx_matmul(*vary(args, varying_axes(args)), None, MXOptions(), weight.mode)
     return out.reshape(*lead, *weight.shape[contract:])
 
 

@@ -79,13 +79,15 @@ def _matrix(layout: Layout, config: WeightsConfig) -> Matrix | None:
 
 def _check(name: str, layout: Layout, matrix: Matrix, mesh: MeshConfig) -> None:
     count = matrix.rows + matrix.cols
-    local = [size // mesh.group(axes) for size, axes in zip(layout.shape, layout.compute, strict=True)][-count:]
-    dims = layout.dims[-count:]
-    # gate and up side by side are two matrices: a block must not lie across both, whatever their sharding
-    sizes = [1 if dim == "gate_up" else size for dim, size in zip(dims, local, strict=True)]
-    for part in (slice(None, matrix.rows), slice(matrix.rows, None)):
-        if prod(sizes[part]) % BLOCK:
+    local = [size // mesh.group(axes) for size, axes in zip(layout.shape, layout.compute, strict=True)]
+    sizes = list(zip(layout.dims, local, strict=True))[-count:]
+    for part in (sizes[: matrix.rows], sizes[matrix.rows :]):
+        # gate and up side by side are two matrices: a block must not lie across both, whatever their sharding
+        part = dict(part) | {"gate_up": 1}
+        size = prod(part.values())
+        if size % BLOCK:
+            what = " x ".join(dim for dim in part if dim != "gate_up")
             raise UserError(
-                f"weights.compute=mxfp8: {name} has {' x '.join(dims[part])}={prod(local[part])} on each device, "
-                f"which is no multiple of {BLOCK}: change it, or put {name} under weights.keep"
+                f"weights.compute=mxfp8: {name} has {what}={size} on each device, which is no multiple of {BLOCK}: "
+                f"change it, or put {name} under weights.keep"
             )

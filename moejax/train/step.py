@@ -25,10 +25,10 @@ BATCH_SPEC = PartitionSpec(BATCH_AXES, CONTEXT)
 
 
 def _gradients(
-    decoder: Decoder, layouts: Params, config: Config, params: Params, batch: Params
+    decoder: Decoder, layouts: Params, forms: Params, config: Config, params: Params, batch: Params
 ) -> tuple[Params, Params]:
     """Inside `shard_map`: reduced gradients in storage layout, and metrics equal on every device."""
-    mode, dtype, forms = config.weights.gather, decoder.dtype, matrices(layouts, config.weights, config.mesh)
+    mode, dtype = config.weights.gather, decoder.dtype
     groups = {key: layouts[key] for key in decoder.groups}
     layer = jax.tree.map(lambda layout: layout.without_layers(), groups, is_leaf=is_layout)
     outside = {key: layouts[key] for key in layouts if not (mode == "layer" and key in groups)}
@@ -88,9 +88,10 @@ def _requested_of_step(forward: Callable[[Params, Params], Sums], weights: Param
 def gradient_function(decoder: Decoder, layouts: Params, config: Config, mesh: Mesh) -> Any:
     """(params, batch) to (gradients in storage layout, metrics): one `shard_map` over all mesh axes."""
     storage = jax.tree.map(lambda layout: layout.storage_spec, layouts, is_leaf=is_layout)
+    forms = matrices(layouts, config.weights, config.mesh)
 
     def body(params: Params, batch: Params) -> tuple[Params, Params]:
-        return _gradients(decoder, layouts, config, params, batch)
+        return _gradients(decoder, layouts, forms, config, params, batch)
 
     return jax.shard_map(
         body, mesh=mesh, in_specs=(storage, BATCH_SPEC), out_specs=(storage, PartitionSpec()), check_vma=True
@@ -100,9 +101,9 @@ def gradient_function(decoder: Decoder, layouts: Params, config: Config, mesh: M
 def evaluation_function(decoder: Decoder, layouts: Params, config: Config, mesh: Mesh) -> Any:
     """(params, batch) to sums over valid positions: cross-entropy in nats, and tokens."""
     storage = jax.tree.map(lambda layout: layout.storage_spec, layouts, is_leaf=is_layout)
+    forms = matrices(layouts, config.weights, config.mesh)
 
     def body(params: Params, batch: Params) -> Params:
-        forms = matrices(layouts, config.weights, config.mesh)
         weights = quantized(gather(params, layouts, decoder.dtype), forms)
         tokens = jnp.sum(batch["segments"] > 0, dtype=jnp.int32)
         if config.mesh.stage > 1:
