@@ -134,8 +134,8 @@ def _backward(
     zeros = (jnp.zeros(a.shape, jnp.float32) for a in (queries.q_PBQKGd, kv_2BsKd))
     dq, dkv = _around(ring, kv_2BsKd, vary(tuple(zeros), varying_axes(q_BsHd)), visit, after)
     steps = ring.blocks(kv_2BsKd.shape[2])
-    dkv = ring.shift(dkv, 1 - steps) if steps > 1 else dkv  # home
-    return merge(dq, q_BsHd), dkv.astype(kv_2BsKd.dtype), None, None
+    dkv = dkv.astype(kv_2BsKd.dtype)
+    return merge(dq, q_BsHd), ring.shift(dkv, 1 - steps) if steps > 1 else dkv, None, None  # home
 
 
 _ring.defvjp(_forward, _backward)
