@@ -20,7 +20,7 @@ from test_moe_exchange import run_config
 
 from moejax.axes import EXPERT
 from moejax.kernels import target
-from moejax.model.decoder import _policy
+from moejax.model.recompute import policy
 from moejax.moe.exchange import make_exchange
 from moejax.moe.experts import ExpertWeights
 from moejax.moe.layer import moe_layer
@@ -42,7 +42,7 @@ def compiled_text(mesh: Mesh, exchange: str, top_k: int, backward: bool, remat: 
         return moe_layer(x, x, valid, *weights, config, make_exchange(config))[0]
 
     if remat != "none":
-        forward = jax.checkpoint(forward, policy=_policy(remat))
+        forward = jax.checkpoint(forward, policy=policy(remat))
 
     def both(*args):
         y, pullback = jax.vjp(forward, *args)

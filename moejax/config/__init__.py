@@ -108,6 +108,7 @@ class Config:
         narrow = self.weights.compute == "bfloat16" and self.model.dtype != "bfloat16"
         require(not narrow, "weights.compute", "bfloat16", f"left out, or mxfp8, with model.dtype={self.model.dtype}")
         self._check_mesh()
+        self._check_remat()
         if self.model.num_moe_layers:
             self._check_moe()
         else:
@@ -152,6 +153,18 @@ class Config:
             "mesh.context",
             mesh.context,
             f"a divisor of the {local} key-value heads of a device, or set context.attention=ring",
+        )
+
+    def _check_remat(self) -> None:
+        groups, default = list(self.remat.groups), RematConfig().policy
+        count = len(self.model.layers)
+        require(len(groups) in (0, count), "remat.groups", groups, f"{count} policies, one for each of model.layers")
+        unused = bool(groups) and self.remat.policy != default
+        require(not unused, "remat.policy", self.remat.policy, "left out: remat.groups is given")
+        used = set(groups) or {self.remat.policy}
+        far = "offload" in used and self.mesh.stage > 1
+        require(
+            not far, "remat.policy", "offload", "another with mesh.stage: what waits in a pipeline stays on devices"
         )
 
     def _check_moe(self) -> None:

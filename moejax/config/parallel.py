@@ -112,16 +112,28 @@ class WeightsConfig:
         require(not floor, "weights.scale", self.scale, "left out without weights.compute=mxfp8")
 
 
+RematPolicy = Literal["none", "attention", "experts", "save_exchange", "full", "offload"]
+
+
 @dataclass(frozen=True)
 class RematConfig:
-    """What backward recomputes.
+    """What backward computes again instead of keeping it.
 
     Args:
-        policy: `none` keeps every activation; `save_exchange` keeps exchanged rows and attention outputs;
-            `full` keeps layer inputs only.
+        policy: `none` repeats nothing; `attention` repeats attention; `experts` repeats the hidden rows of experts;
+            `save_exchange` repeats all matmuls of a layer, but no exchange and no scores; `full` keeps inputs of layers
+            and the chosen experts alone, and repeats the exchange; `offload` is save_exchange with what is kept in the
+            memory of the host. `attention` and `experts` take less memory than `none`, the others each less than those
+            before.
+        groups: One policy for each entry of model.layers, instead of `policy`.
     """
 
-    policy: Literal["none", "save_exchange", "full"] = "none"
+    policy: RematPolicy = "save_exchange"
+    groups: tuple[RematPolicy, ...] = ()
+
+    def of(self, group: int) -> RematPolicy:
+        """Policy of an entry of model.layers."""
+        return self.groups[group] if self.groups else self.policy
 
 
 @dataclass(frozen=True)

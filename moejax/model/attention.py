@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.axes import CONTEXT
 from moejax.config import Config
@@ -81,6 +82,7 @@ class Attention(nnx.Module):
         q = rotary(q, tokens.positions, self.config.rope_theta)
         k = rotary(k, tokens.positions, self.config.rope_theta)
         k, v = (self._of_heads(a, q.shape[2]) for a in (k, v))
+        q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
         y = context_attention(q, k, v, tokens.segments, self.window, CONTEXT, *self.context)
         y_BSD = linear(y, self.out[...], contract=2)
         with jax.named_scope("tensor"):

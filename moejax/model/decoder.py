@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.config import Config, LayerGroup, ModelConfig
+from moejax.config import Config, ModelConfig
 from moejax.model.attention import RMSNorm
 from moejax.model.block import Block
 from moejax.model.parameters import Abstract, weight
+from moejax.model.recompute import policy
 from moejax.model.tokens import Tokens
 from moejax.moe.balance import moved_bias
 from moejax.moe.statistics import Statistics
@@ -36,24 +37,12 @@ class Sums(NamedTuple):
     statistics: Statistics | None
 
 
-_OF_WEIGHTS = {"all_gather", "convert_element_type", "copy", "pcast", "pvary", "reshape", "squeeze", "transpose"}
-"""Primitives that make gathered weights, or another form of them."""
-
-
-def _policy(name: str) -> Callable[..., Any] | None:
-    """What backward finds saved; `none` is for layers that gather their weights, which it must not find."""
-    if name == "none":
-        return lambda primitive, *_, **__: primitive.name not in _OF_WEIGHTS
-    if name == "save_exchange":
-        return jax.checkpoint_policies.save_only_these_names("exchange", "plan", "attention")
-    return None
-
-
 class Group:
     """A pattern of layers whose weights are stacked over its repetitions."""
 
-    def __init__(self, config: Config, group: LayerGroup):
-        self.repeat, self.remat = group.repeat, config.remat.policy
+    def __init__(self, config: Config, index: int):
+        group = config.model.layers[index]
+        self.repeat, self.remat = group.repeat, config.remat.of(index)
         self.gathers = config.weights.gather == "layer"
         self.blocks = {str(i): Abstract(Block(config, spec)) for i, spec in enumerate(group.pattern)}
 
@@ -76,10 +65,10 @@ class Group:
         return x_BSD, jax.tree.map(lambda *s: jnp.stack(s), *found) if found else None
 
     def recomputed(self, function: Callable[..., Any], always: bool = False) -> Callable[..., Any]:
-        """`function` as `remat.policy` says; `always` also with `none`, so that no form of a weight is kept."""
+        """`function` under the recomputation policy; `always`: under that of `none` too, so that no weight is kept twice."""
         if self.remat == "none" and not always:
             return function
-        return jax.checkpoint(function, policy=_policy(self.remat), prevent_cse=False)
+        return jax.checkpoint(function, policy=policy(self.remat), prevent_cse=False)
 
     def apply(self, weights: Params, x_BSD: jax.Array, tokens: Tokens, gather: Callable[[Params], Params]) -> Any:
         """Scan over repetitions; returns hidden states and statistics stacked [repeat x MoE layers of the pattern]."""
@@ -111,7 +100,7 @@ class Decoder:
 
     def __init__(self, config: Config):
         self.config, self.dtype = config, jnp.dtype(config.model.dtype)
-        self.groups = {f"groups_{i}": Group(config, group) for i, group in enumerate(config.model.layers)}
+        self.groups = {f"groups_{i}": Group(config, i) for i in range(len(config.model.layers))}
         self.ends = Abstract(Ends(config.model))
         self.vocab_axes = compute_axes(config, "vocab")
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.config import Config, ModelConfig
 from moejax.errors import UserError
@@ -42,7 +43,7 @@ class MLP(nnx.Module):
         """Apply to every token."""
 
         def run(x_BSD: jax.Array) -> jax.Array:
-            hidden = linear(vary(x_BSD, self.axes), self.gate_up[...])
+            hidden = checkpoint_name(linear(vary(x_BSD, self.axes), self.gate_up[...]), "hidden")
             hidden = activate(hidden.reshape(-1, *hidden.shape[2:]), self.activation)
             return _total(linear(hidden, self.down[...]).reshape(x_BSD.shape), self.axes)
 

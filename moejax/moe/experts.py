@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.kernels import MXWeight, grouped_matmul, mx_grouped_matmul
 from moejax.nn.activations import activate
@@ -56,6 +57,7 @@ def experts(
     hidden = _product(rows_RD, weights.gate_up, sizes_e)
     if weights.gate_up_bias is not None:
         hidden = hidden + _of_rows(weights.gate_up_bias, sizes_e, hidden.shape[0])
+    hidden = checkpoint_name(hidden, "experts")
     hidden = activate(hidden.reshape(-1, inner, width), activation)
     if not weight_on_input:
         hidden = _weighted(hidden, weight_R)

@@ -71,7 +71,7 @@ def route(
         ranked_TE = _forced(ranked_TE, config.top_k, forced)
     best, expert_TK, margin_T = _choose(ranked_TE, config)
     del best
-    expert_TK = checkpoint_name(expert_TK, "plan")  # recomputation must not break a tie another way
+    expert_TK = checkpoint_name(expert_TK, "route")  # recomputation must not break a tie another way
     weight_TK = _weights(logits_TE, score_TE, expert_TK, config)
     weight_TK = jnp.where(valid_T[:, None], weight_TK, 0.0)
     expert_TK = jnp.where(valid_T[:, None], expert_TK, config.num_experts).astype(jnp.int32)
