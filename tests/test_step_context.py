@@ -23,6 +23,8 @@ from moejax.config import (
     RematConfig,
     WeightsConfig,
 )
+from moejax.model.decoder import Decoder
+from moejax.train.sample import on_one_device
 
 LOSS = LossConfig(balance_weight=0.3, z_weight=0.1)  # large, so that their gradients are seen
 MODEL = dataclasses.replace(
@@ -37,7 +39,7 @@ def configuration(mesh: MeshConfig, kind: str, fold: bool = False, **sections: A
     context = ContextConfig(kind) if mesh.context > 1 else ContextConfig()  # type: ignore[arg-type]
     moe = MoEConfig(expert_axes=("context", "expert") if fold else ("expert",))
     base = dataclasses.replace(tiny.config(), model=MODEL, loss=LOSS)
-    return dataclasses.replace(base, mesh=mesh, context=context, moe=moe, **sections)
+    return dataclasses.replace(base, **{"mesh": mesh, "context": context, "moe": moe, **sections})
 
 
 @cache
@@ -81,6 +83,16 @@ def test_gradients_equal_dense_oracle(mesh, kind, fold, microbatches, gather, re
 
 MESHES = [(1, 2, 1), (1, 4, 1), (2, 2, 2), (1, 2, 4), (1, 4, 2), (2, 4, 1)]
 WAYS = [(False, 2, "step", "save_exchange"), (True, 1, "layer", "full"), (True, 4, "microbatch", "none")]
+
+
+def test_text_comes_from_one_device_whatever_the_mesh_of_the_run():
+    moe = MoEConfig("padded", 1.5, drop_order="position", deduplicate=True, expert_axes=("context", "expert"))
+    run = configuration(MeshConfig(data=2, context=2, expert=2), "ring", moe=moe)
+    alone = on_one_device(run)
+    assert (alone.mesh.size, alone.model) == (1, run.model)
+    batch = {key: value[:1] for key, value in tiny.batch(run).items()}
+    x_BSD, _ = Decoder(alone).hidden(reference()[0], batch, lambda name, stored: stored)
+    assert x_BSD.shape == (1, run.data.sequence_length, MODEL.d_model)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from moejax.config import Config, MeshConfig
+from moejax.config import Config, ContextConfig, MeshConfig, MoEConfig, PipelineConfig
 from moejax.data.tokenizer import load_tokenizer
 from moejax.errors import UserError
 from moejax.model.decoder import Decoder
@@ -15,6 +15,12 @@ from moejax.model.generate import generate, make_sampler
 from moejax.sharding import is_layout, make_layouts
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.folder import RunFolder
+
+
+def on_one_device(config: Config) -> Config:
+    """The same model on one device, where nothing is dropped."""
+    whole = {"mesh": MeshConfig(), "context": ContextConfig(), "pipeline": PipelineConfig(), "moe": MoEConfig()}
+    return dataclasses.replace(config, **whole)
 
 
 def sample_run(
@@ -28,8 +34,7 @@ def sample_run(
     Raises:
         UserError: There is no checkpoint, or it is one of another model.
     """
-    exchange = dataclasses.replace(config.moe, exchange=None, capacity=None)
-    config = dataclasses.replace(config, mesh=MeshConfig(), moe=exchange)
+    config = on_one_device(config)
     decoder, tokenizer = Decoder(config), load_tokenizer(config.data.tokenizer)
     shapes = jax.tree.map(lambda leaf: leaf.shape, decoder.shapes)
     layouts = make_layouts(decoder.dims, shapes, config)
