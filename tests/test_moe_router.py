@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
-from moejax.config import MoEModelConfig
+from moejax.config import MoEConfig, MoEModelConfig, RematConfig
+from moejax.errors import UserError
 from moejax.moe import rows
 from moejax.moe.experts import ExpertWeights, experts
-from moejax.moe.router import RouterWeights, route
+from moejax.moe.router import RouterWeights, noise, route
 from moejax.moe.rows import inverse, sum_rows, take_rows
 
 T, D, E = 20, 6, 12
@@ -186,3 +188,48 @@ def test_moving_rows_is_adjoint_and_ignores_unwritten_ones(monkeypatch):
     np.testing.assert_allclose(total, want, rtol=1e-6)
     np.testing.assert_array_equal(back(x)[0][used], x[index[used]])
     np.testing.assert_array_equal(inverse(users, 6), [0, -1, 3, -1, 1, 6])
+
+
+def test_jitter_is_uniform_noise_that_repeats():
+    rng = np.random.default_rng(0)
+    x = np.asarray(rng.standard_normal((4096, 32)), np.float32)
+    got = np.asarray(noise(jnp.asarray(x)), np.float64)
+    assert -1 <= got.min() < -0.999
+    assert 0.999 < got.max() < 1
+    np.testing.assert_allclose(got.mean(0), 0, atol=5 * (1 / 3 / 4096) ** 0.5)
+    np.testing.assert_allclose(np.square(got).mean(0), 1 / 3, atol=5 * (4 / 45 / 4096) ** 0.5)
+    assert np.abs(np.corrcoef(got.T) - np.eye(32)).max() < 5 / 4096**0.5
+    assert np.abs(np.corrcoef(got[:256]) - np.eye(256)).max() < 6.5 / 32**0.5
+    x[1::2] = x[::2]
+    x[1::2, 7] = np.nextafter(x[::2, 7], np.float32(9))  # another value in its last bit: all else is new
+    again = np.asarray(noise(jnp.asarray(x)), np.float64)
+    np.testing.assert_array_equal(again[::2], got[::2])
+    assert abs(np.mean(again[::2] * again[1::2])) < 5 * (1 / 9 / 2048 / 32) ** 0.5
+
+
+def test_jitter_multiplies_what_the_router_reads():
+    rng = np.random.default_rng(1)
+    x, router = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((T, D), (D, E)))
+    valid, factor = jnp.ones(T, bool), 1 + 0.3 * noise(x)
+
+    def weights(x: jax.Array, jitter: float) -> jax.Array:
+        return route(x, valid, RouterWeights(router), BASE, jitter=jitter).weight_TK
+
+    got, pull = jax.vjp(lambda x: weights(x, 0.3), x)
+    want, pull_want = jax.vjp(lambda x: weights(x * factor, 0.0), x)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(pull(jnp.sin(got))[0], pull_want(jnp.sin(got))[0], atol=1e-6)
+    assert np.abs(np.asarray(got - weights(x, 0.0))).max() > 1e-3
+
+
+def test_jitter_is_in_training_alone():
+    run = tiny.config(moe=MoEConfig(jitter=0.1), remat=RematConfig("none"))
+    program = tiny.program(run)
+    args = program.abstract_state.params, program.abstract_batch
+    constant = str(0x85EBCA6B)
+    assert constant in str(jax.make_jaxpr(program.gradients)(*args))
+    assert constant not in str(jax.make_jaxpr(program.eval_step)(*args))
+    with pytest.raises(UserError, match=r"moe.jitter=0.1: must be 0, or set remat.policy=none"):
+        tiny.config(moe=MoEConfig(jitter=0.1), remat=RematConfig("full"))
+    with pytest.raises(UserError, match=r"moe.jitter=1.0"):
+        MoEConfig(jitter=1.0)

@@ -188,6 +188,8 @@ class Config:
         require(not once, "moe.deduplicate", True, "false: a token chooses at most one expert of a rank")
         wide = self.moe.capacity_per == "expert" and model.num_experts == shards
         require(not wide, "moe.capacity_per", "expert", "left out: each rank has one expert")
+        repeats = self.moe.jitter > 0 and set(self.remat.groups or (self.remat.policy,)) != {"none"}
+        require(not repeats, "moe.jitter", self.moe.jitter, "0, or set remat.policy=none: what is repeated may differ")
         bias = self.loss.bias_rate and not model.selection_bias
         require(not bias, "loss.bias_rate", self.loss.bias_rate, "0, or set model.moe.selection_bias=true")
         scope = self.loss.balance_scope

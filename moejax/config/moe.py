@@ -103,6 +103,8 @@ class MoEConfig:
         deduplicate: A token that chose several experts of one rank crosses the wire once.
         expert_axes: Mesh axes that experts are sharded over: [expert], or [context, expert] to fold both.
         routing: `learned`, or for benchmarks `uniform` or `random`, which ignore what the router learned.
+        jitter: In training the router's input is multiplied by noise, uniform from 1 - jitter to 1 + jitter; not in
+            evaluation. Needs remat.policy=none: recomputation could make other noise, and so other choices.
     """
 
     exchange: Literal["local", "padded", "ragged", "gather"] | None = None
@@ -113,6 +115,7 @@ class MoEConfig:
     deduplicate: bool = False
     expert_axes: tuple[str, ...] = ("expert",)
     routing: Literal["learned", "uniform", "random"] = "learned"
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.capacity is None or self.capacity > 0, "moe.capacity", self.capacity, "greater than zero, or none")
@@ -127,6 +130,7 @@ class MoEConfig:
             True,
             f"false with moe.exchange={exchange}: only padded and ragged send a row more than once",
         )
+        require(0 <= self.jitter < 1, "moe.jitter", self.jitter, "at least 0 and under 1")
         folds = (("expert",), ("context", "expert"))
         require(self.expert_axes in folds, "moe.expert_axes", list(self.expert_axes), "[expert] or [context, expert]")
 

@@ -33,7 +33,9 @@ def moe_layer(
     """
     model, valid_T = config.model.moe, valid_BS.reshape(-1)
     with named_scope("route"):
-        chosen = route(x_BSD.reshape(-1, x_BSD.shape[-1]), valid_T, router, model, config.moe.routing)
+        chosen = route(
+            x_BSD.reshape(-1, x_BSD.shape[-1]), valid_T, router, model, config.moe.routing, config.moe.jitter
+        )
     with named_scope("plan"):
         plan = exchange.plan(chosen.expert_TK, chosen.weight_TK)
         weight_TK = _kept_weights(chosen.weight_TK, plan.kept_TK, config.moe.renormalize_dropped)

@@ -50,7 +50,12 @@ class Route(NamedTuple):
 
 
 def route(
-    x_TD: jax.Array, valid_T: jax.Array, weights: RouterWeights, config: MoEModelConfig, forced: str = "learned"
+    x_TD: jax.Array,
+    valid_T: jax.Array,
+    weights: RouterWeights,
+    config: MoEModelConfig,
+    forced: str = "learned",
+    jitter: float = 0.0,
 ) -> Route:
     """Choose K experts for each token. Ties go to the lower expert; padding is never routed.
 
@@ -60,7 +65,11 @@ def route(
         weights: Router weights.
         config: Scores, choice and merge rule.
         forced: `learned`, or for benchmarks `uniform` (all experts in turn) or `random` (drawn, the same each step).
+        jitter: Half width of the noise around one that multiplies the hidden states; see `noise`.
     """
+    x_TD = x_TD.astype(jnp.float32)
+    if jitter:
+        x_TD = x_TD * (1.0 + jitter * noise(x_TD))
     logits_TE = _logits(x_TD, valid_T, weights)
     logsumexp_T = jax.nn.logsumexp(logits_TE, axis=-1)
     score_TE, normal_TE = _scores(logits_TE, logsumexp_T, config.scores)
@@ -79,13 +88,31 @@ def route(
 
 
 def _logits(x_TD: jax.Array, valid_T: jax.Array, weights: RouterWeights) -> jax.Array:
-    x_TD = x_TD.astype(jnp.float32)
     if weights.scale is not None:
         x_TD = x_TD * weights.scale
     logits_TE = jnp.dot(x_TD, weights.router.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     if weights.bias is not None:
         logits_TE = logits_TE + weights.bias
     return jnp.where(valid_T[:, None], logits_TE, 0.0)
+
+
+def noise(x_TD: jax.Array) -> jax.Array:
+    """Numbers uniform in [-1, 1), a hash of all bits of a token's hidden state: no random key has to reach the layers.
+
+    They differ between tokens and layers, and change with every update of the weights. A run repeats them exactly;
+    another mesh rounds hidden states in another way, and so has other noise.
+    """
+    bits_TD = lax.bitcast_convert_type(lax.stop_gradient(x_TD), jnp.uint32)
+    place_D = jnp.arange(x_TD.shape[1], dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    token_T = jnp.sum(_mixed(bits_TD + place_D), axis=1, dtype=jnp.uint32)
+    return (_mixed(token_T[:, None] ^ _mixed(place_D)) >> 8).astype(jnp.float32) * 2.0**-23 - 1.0
+
+
+def _mixed(bits: jax.Array) -> jax.Array:
+    """A bijection of 32 bits whose every input bit flips each output bit half of the time (MurmurHash3's last step)."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
 
 
 def _scores(logits_TE: jax.Array, logsumexp_T: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:

@@ -1,5 +1,6 @@
 """Everything that is compiled for a run: abstract state, initialisation, training step, evaluation."""
 
+import dataclasses
 from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -42,7 +43,8 @@ class Program:
         self.layouts = make_layouts(self.decoder.dims, shapes, config)
         self.optimizer, self.schedule = make_optimizer(config, self.decoder.dims)
         self.gradients = gradient_function(self.decoder, self.layouts, config, self.mesh)
-        evaluate = evaluation_function(self.decoder, self.layouts, config, self.mesh)
+        still = dataclasses.replace(config, moe=dataclasses.replace(config.moe, jitter=0.0))
+        evaluate = evaluation_function(Decoder(still), self.layouts, still, self.mesh)
         self.state_shardings = self._state_shardings()
         self.abstract_state = jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
