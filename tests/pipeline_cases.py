@@ -36,7 +36,7 @@ def model(layers: int) -> ModelConfig:
     return dataclasses.replace(tiny.MODEL, layers=groups)
 
 
-def config(layers: int, microbatches: int = 1, scope: str = "sequence", **mesh: int) -> Config:
+def config(layers: int, microbatches: int = 1, scope: str = "sequence") -> Config:
     """A run of 48 sequences, with balance losses large enough to be seen in gradients."""
     return dataclasses.replace(
         tiny.config(),
@@ -44,7 +44,6 @@ def config(layers: int, microbatches: int = 1, scope: str = "sequence", **mesh: 
         loss=LossConfig(balance_weight=0.3, balance_scope=scope, z_weight=0.1),  # type: ignore[arg-type]
         data=DataConfig(batch_size=48, sequence_length=16),
         train=TrainConfig(steps=20, microbatches=microbatches),
-        mesh=MeshConfig(**mesh),
     )
 
 
@@ -80,9 +79,9 @@ class Case:
     @property
     def config(self) -> Config:
         """The run."""
-        run = config(self.layers, self.microbatches, self.scope, stage=self.stage, **dict(self.mesh))
         return dataclasses.replace(
-            run,
+            config(self.layers, self.microbatches, self.scope),
+            mesh=MeshConfig(stage=self.stage, **dict(self.mesh)),
             pipeline=PipelineConfig(self.schedule, self.virtual, self.cuts),  # type: ignore[arg-type]
             remat=RematConfig(self.remat),  # type: ignore[arg-type]
             context=ContextConfig(self.context),  # type: ignore[arg-type]
