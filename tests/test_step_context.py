@@ -102,3 +102,18 @@ def test_gradients_equal_dense_oracle_on_every_mesh(number, kind):
     data, context, expert = MESHES[number]
     way = WAYS[(number + (kind == "ring")) % len(WAYS)]  # each kind meets each way on two meshes
     check(MeshConfig(data=data, context=context, expert=expert), kind, *way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "kind", "fold", "microbatches", "remat"),
+    [
+        (MeshConfig(context=2, expert=2, model=2), "ulysses", False, 1, "save_exchange"),
+        (MeshConfig(context=4, model=2), "ring", False, 1, "save_exchange"),
+        (MeshConfig(stage=2, context=2, expert=2), "ring", False, 4, "save_exchange"),
+        (MeshConfig(stage=2, context=2, expert=2), "ulysses", True, 4, "full"),
+        (MeshConfig(stage=2, context=2, model=2), "ulysses", False, 2, "save_exchange"),
+    ],
+)
+def test_gradients_equal_dense_oracle_with_stages_and_tensor_parallelism(mesh, kind, fold, microbatches, remat):
+    check(mesh, kind, fold, microbatches, "step", remat)
