@@ -1,5 +1,7 @@
 """One entry for each direction: runs the kernel that it is told."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -7,6 +9,24 @@ from jax.typing import DTypeLike
 from moejax.kernels import cpu, padded, reference, xla
 from moejax.kernels.kernel import Kernel
 from moejax.varying import vary, varying_axes
+
+
+def _backend(kernel: Kernel) -> tuple[Any, dict[str, Kernel]]:
+    """Module of a backend, and what its functions are told besides their operands."""
+    match kernel.backend:
+        case "reference":
+            return reference, {}
+        case "xla":
+            return xla, {}
+        case "gpu":
+            from moejax.kernels import gpu as module  # Pallas takes a second to import: only where it is used
+        case "tpu":
+            from moejax.kernels import tpu as module
+        case "padded":
+            module = padded
+        case _:
+            module = cpu
+    return module, {"kernel": kernel}
 
 
 def gmm(
@@ -26,20 +46,8 @@ def gmm(
     if lhs.shape[0] == 0:
         shape = (0, rhs.shape[1 if transpose_rhs else 2])
         return vary(jnp.zeros(shape, out_dtype), varying_axes(lhs, rhs, group_sizes))
-    match kernel.backend:
-        case "reference":
-            return reference.gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
-        case "xla":
-            return xla.gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
-        case "gpu":
-            from moejax.kernels import gpu as module  # Pallas takes a second to import: only where it is used
-        case "tpu":
-            from moejax.kernels import tpu as module
-        case "padded":
-            module = padded
-        case _:
-            module = cpu
-    return module.gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, kernel=kernel)
+    module, options = _backend(kernel)
+    return module.gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, **options)
 
 
 def wgrad(
@@ -64,17 +72,5 @@ def wgrad(
     if lhs.shape[0] == 0:
         shape = (group_sizes.shape[0], lhs.shape[1], grad.shape[1])
         return accumulator if accumulator is not None else vary(jnp.zeros(shape, out_dtype), axes)
-    match kernel.backend:
-        case "reference":
-            return reference.wgrad(lhs, grad, group_sizes, out_dtype=out_dtype, accumulator=accumulator)
-        case "xla":
-            return xla.wgrad(lhs, grad, group_sizes, out_dtype=out_dtype, accumulator=accumulator)
-        case "gpu":
-            from moejax.kernels import gpu as module
-        case "tpu":
-            from moejax.kernels import tpu as module
-        case "padded":
-            module = padded
-        case _:
-            module = cpu
-    return module.wgrad(lhs, grad, group_sizes, out_dtype=out_dtype, accumulator=accumulator, kernel=kernel)
+    module, options = _backend(kernel)
+    return module.wgrad(lhs, grad, group_sizes, out_dtype=out_dtype, accumulator=accumulator, **options)

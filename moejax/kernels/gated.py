@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.kernels import dispatch, table
 from moejax.kernels.groups import live_rows
@@ -27,6 +28,7 @@ def gated_matmul(
 ) -> jax.Array:
     """silu(x gate) * (x up) * scale, where row i of x is lhs[index[i]].
 
+    What backward reads besides `lhs` has the checkpoint name `experts`.
     Rows past sum(group_sizes) are exactly zero and get and give exactly zero gradient, whatever they hold.
 
     Args:
@@ -65,10 +67,11 @@ def _forward(lhs, gate_up, group_sizes, scale, index, backends):
         if kernel.backend == "gpu":
             from moejax.kernels.gpu_gated import gated
 
-            hidden, pre = gated(lhs, gate_up, group_sizes, scale, index, kernel=kernel)
+            both = gated(lhs, gate_up, group_sizes, scale, index, kernel=kernel)
+            hidden, pre = checkpoint_name(both, "experts")  # one without the other would run the kernel again
         else:
             rows = lhs if index is None else lhs[_source(index, group_sizes)]
-            pre = dispatch.gmm(rows, gate_up, group_sizes, kernel=kernel)
+            pre = checkpoint_name(dispatch.gmm(rows, gate_up, group_sizes, kernel=kernel), "experts")
             hidden = _activate(pre, _live_scale(scale, group_sizes, pre.shape[0])).astype(lhs.dtype)
     return hidden, (lhs, gate_up, group_sizes, scale, index, pre)
 

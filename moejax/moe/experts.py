@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.kernels import MXWeight, grouped_matmul, mx_grouped_matmul
+from moejax.kernels import MXWeight, gated_matmul, grouped_matmul, mx_grouped_matmul
 from moejax.nn.activations import activate
 
 
@@ -51,16 +51,9 @@ def experts(
     Returns:
         [R, D]; rows past the sum of sizes are zero.
     """
-    _, _, inner, width = weights.gate_up.shape
     if weight_on_input:
         rows_RD = _weighted(rows_RD, weight_R)
-    hidden = _product(rows_RD, weights.gate_up, sizes_e)
-    if weights.gate_up_bias is not None:
-        hidden = hidden + _of_rows(weights.gate_up_bias, sizes_e, hidden.shape[0])
-    hidden = checkpoint_name(hidden, "experts")
-    hidden = activate(hidden.reshape(-1, inner, width), activation)
-    if not weight_on_input:
-        hidden = _weighted(hidden, weight_R)
+    hidden = _hidden(rows_RD, None if weight_on_input else weight_R, sizes_e, weights, activation)
     out = _product(hidden, weights.down, sizes_e)
     if weights.down_bias is not None:
         bias = _of_rows(weights.down_bias, sizes_e, out.shape[0])
@@ -69,6 +62,22 @@ def experts(
             bias = _weighted(bias, jnp.where(live, weight_R, 0.0))
         out = out + bias
     return out
+
+
+def _hidden(
+    rows_RD: jax.Array, weight_R: jax.Array | None, sizes_e: jax.Array, weights: ExpertWeights, activation: str
+) -> jax.Array:
+    """Activated hidden rows [R, F], times `weight` if given."""
+    gate_up, bias = weights.gate_up, weights.gate_up_bias
+    local, _, inner, width = gate_up.shape
+    if activation == "swiglu" and bias is None and not isinstance(gate_up, MXWeight):
+        return gated_matmul(rows_RD, gate_up.reshape(local, -1, inner * width), sizes_e, weight_R)
+    hidden = _product(rows_RD, gate_up, sizes_e)
+    if bias is not None:
+        hidden = hidden + _of_rows(bias, sizes_e, hidden.shape[0])
+    hidden = checkpoint_name(hidden, "experts")
+    hidden = activate(hidden.reshape(-1, inner, width), activation)
+    return hidden if weight_R is None else _weighted(hidden, weight_R)
 
 
 def _product(rows_RK: jax.Array, weight: jax.Array | MXWeight, sizes_e: jax.Array) -> jax.Array:
