@@ -13,10 +13,12 @@ import numpy as np
 from moejax.axes import AXES
 from moejax.config import Config
 from moejax.plan.activations import local_batch
+from moejax.plan.exchange import exchange_sizes
 from moejax.plan.flops import attention_flops, forward_flops, tokens_per_step, training_flops
+from moejax.plan.moves import COMBINE, DISPATCH, GATHER, PLAN, REDUCE, Move
 from moejax.plan.target import Target
 from moejax.plan.tensors import Tensor
-from moejax.plan.traffic import COMBINE, DISPATCH, GATHER, PLAN, REDUCE, Move, exchange_sizes, step_traffic
+from moejax.plan.traffic import step_traffic
 
 TAXES = ("weights", "gradients", "routing", "compute efficiency", "recomputation")
 
@@ -89,7 +91,7 @@ def step_cost(config: Config, tensors: Sequence[Tensor], target: Target) -> Cost
 
 def move_seconds(move: Move, config: Config, target: Target) -> float:
     """Time of the moves of one kind, one after the other."""
-    return target.seconds(move.kind, move.bytes, group_of(config, move.axes))
+    return target.seconds(move.kind, move.moved, group_of(config, move.axes))
 
 
 def group_of(config: Config, axes: Sequence[str]) -> list[int]:

@@ -169,11 +169,14 @@ def _collective(line: str, match: re.Match[str], times: int, scattered: bool) ->
         scattered: Whether the instruction is the all-reduce inside a fusion that scatters its result (TPU).
     """
     kind, start = match[2], bool(match[3])
-    shapes = [(dtype, _dims(dims)) for dtype, dims in _SHAPE.findall(match[1]) if dtype in _BITS]
+    text = _outputs(match[1]) if start and match[1].startswith("((") else match[1]
+    shapes = [(dtype, _dims(dims)) for dtype, dims in _SHAPE.findall(text) if dtype in _BITS]
     paired = kind in ("all-gather", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
-    if start and (paired or match[1].startswith("((")):  # an all-reduce gives its inputs as well on GPUs alone
+    if start and paired and text == match[1]:
         data = [shape for shape in shapes if shape[1]]  # asynchronous: inputs, outputs, and scalars of the transport
         shapes = data[len(data) // 2 :]
+    if kind == "ragged-all-to-all":
+        shapes = shapes[:1]  # what follows are the transport's semaphores
     groups = _groups(line)
     if kind == "reduce-scatter":
         size = len(groups[0]) if groups else 1
@@ -189,6 +192,16 @@ def _collective(line: str, match: re.Match[str], times: int, scattered: bool) ->
         groups,
         scope[1] if scope else "",
     )
+
+
+def _outputs(text: str) -> str:
+    """The rest of `((inputs), outputs, ...)`, the type of an asynchronous start."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 1 and place:
+            return text[place + 1 :]
+    return text
 
 
 def _dims(text: str) -> tuple[int, ...]:

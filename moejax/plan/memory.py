@@ -12,8 +12,8 @@ from functools import cache
 
 from moejax.config import Config, RematConfig, RunConfig, ShardingConfig, WeightsConfig
 from moejax.plan.activations import layer_bytes, local_batch, logit_bytes, saved_bytes
+from moejax.plan.exchange import exchange_of, exchange_sizes
 from moejax.plan.tensors import Tensor
-from moejax.plan.traffic import exchange_of, exchange_sizes
 
 
 def memory(config: Config, tensors: Sequence[Tensor]) -> dict[str, int]:

@@ -8,11 +8,12 @@ import jax
 from moejax.config import Config
 from moejax.plan.flops import mfu, tokens_per_step, training_flops
 from moejax.plan.hlo import collectives
+from moejax.plan.moves import by_class, compiled_traffic
 from moejax.plan.report import mesh_of
 from moejax.plan.target import target_of
 from moejax.plan.tensors import tensors
 from moejax.plan.text import of_bytes, of_count
-from moejax.plan.traffic import by_class, compiled_traffic, step_traffic
+from moejax.plan.traffic import step_traffic
 
 
 class Meter:

@@ -11,11 +11,12 @@ from moejax.plan.compile import Compiled
 from moejax.plan.cost import group_of, move_seconds, step_cost
 from moejax.plan.flops import tokens_per_step, training_flops
 from moejax.plan.memory import memory
+from moejax.plan.moves import Move, by_class, compiled_traffic
 from moejax.plan.parameters import module_counts
 from moejax.plan.search import Candidate, evaluate, improvements, largest_microbatch
 from moejax.plan.target import Target
 from moejax.plan.tensors import Tensor, tensors
-from moejax.plan.traffic import Move, by_class, compiled_traffic, step_traffic
+from moejax.plan.traffic import step_traffic
 
 
 def make_report(config: Config, target: Target | None = None, compiled: Compiled | None = None) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def _move(move: Move, config: Config, target: Target | None) -> dict[str, Any]:
     found = asdict(move) | {"axes": list(move.axes), "wire_bytes": move.wire_bytes}
     if target is not None:
         group = group_of(config, move.axes)
-        sent = target.sent(move.kind, move.bytes, group)
+        sent = target.sent(move.kind, move.moved, group)
         links = ["inside a node" if link.devices else "between nodes" for link in target.links]
         found["link"] = " and ".join(link for link, size in zip(links, sent, strict=True) if size)
         found["seconds"] = move_seconds(move, config, target) / target.share(config.mesh.size)
