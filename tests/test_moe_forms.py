@@ -114,7 +114,7 @@ def test_dense_branch_has_its_own_norm_and_reads_the_residual():
 
 
 def test_several_shared_experts_are_one_wide_one():
-    wide, w = bound(MLP(tiny.MODEL, 30))
+    wide, w = bound(MLP(tiny.config(), 30))
     x, known = tokens()
     parts = [slice(0, 10), slice(10, 17), slice(17, 30)]
     narrow = sum(numpy_mlp(x, {"gate_up": w["gate_up"][:, :, p], "down": w["down"][p]}) for p in parts)
