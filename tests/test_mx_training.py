@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
-from reference_model import reference_loss
-from test_step_mesh import assert_trees_close
+from reference_model import exact, reference_loss
 
 from moejax.config import AttentionConfig, LossConfig, MeshConfig, WeightsConfig
 from moejax.errors import UserError
@@ -117,13 +116,26 @@ def reference(product):
     ],
 )
 def test_gradients_equal_emulation_on_every_mesh(mesh, microbatches, gather):
-    """Rounding is the same everywhere, but a value at the edge between two roundings may fall to either side."""
+    """A value at the edge between two roundings may fall to either side: so an error of norms, per layer and expert.
+
+    Seen: 1.7e-3 at most, 6e-7 in the median. Without quantisation gradients differ by 5e-2 to 4e-1.
+    """
     run = run_of(mesh, microbatches, gather)
     program = tiny.program(run)
     grads, metrics = jax.jit(program.gradients)(program.init(0).params, program.put(tiny.batch(run)))
     loss, want = reference(mx_product)
     np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=1e-5)
-    assert_trees_close(jax.device_get(grads), want, program.decoder.dims, 5e-3)
+    assert max(errors(grads, want, program.decoder.dims)) < 5e-3
+    assert min(errors(grads, reference(exact)[1], program.decoder.dims)) > 2e-2
+
+
+def errors(got, want, dims):
+    """Relative Frobenius error of every gradient, layers and experts apart."""
+    names = jax.tree.leaves(dims, is_leaf=lambda x: isinstance(x, tuple))
+    for dims_of, g, w in zip(names, jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        for part in np.ndindex(w.shape[: sum(name in ("layers", "experts") for name in dims_of)]):
+            yield np.linalg.norm(g[part] - w[part]) / np.linalg.norm(w[part])
 
 
 def test_keep_leaves_modules_as_they_are():
