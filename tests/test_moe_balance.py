@@ -18,7 +18,8 @@ from moejax.moe.router import RouterWeights, route
 from moejax.moe.statistics import Statistics, count_experts, summarize
 from moejax.schedule.sequential import accumulate
 from moejax.sharding import make_mesh
-from moejax.train.step import _requested_of_step, _with_balance
+from moejax.train.objective import with_balance
+from moejax.train.step import _requested_of_step
 from moejax.varying import vary
 
 N, K, D, ROWS, LENGTH = 8, 2, 5, 16, 6
@@ -36,7 +37,8 @@ def arrays() -> tuple[Any, Any, Any]:
 
 def device_value(scope: Any, data: int, expert: int, microbatches: int):
     """Loss, and gradient of the router, as the training step makes them."""
-    run = tiny.config(data, expert)
+    loss_config = LossConfig(balance_scope="sequence" if scope == "z" else scope)
+    run = tiny.config(data, expert, microbatches=2, loss=loss_config)  # one refuses scopes of several
     x, valid, router = arrays()
 
     def forward(router, micro):
@@ -59,7 +61,8 @@ def device_value(scope: Any, data: int, expert: int, microbatches: int):
         step = _requested_of_step(forward, router, micro) if scope == "global_batch" and microbatches > 1 else None
 
         def loss_fn(router, micro, before):
-            sums = _with_balance(forward(router, micro), before, step, scope)
+            earlier = None if before is None else before.statistics.requested_E
+            sums = with_balance(forward(router, micro), earlier, step, run)
             s: Any = sums.statistics
             loss = s.z_sum[0] / tokens if scope == "z" else s.balance_sum[0] / tokens
             return loss, vary(sums, TOKEN_AXES)
