@@ -22,12 +22,7 @@ def gather(tree: Mapping[str, Any], layouts: Mapping[str, Any], dtype: jnp.dtype
 
     def one(layout: Layout, x: jax.Array) -> jax.Array:
         x = x.astype(layout.dtype(dtype))
-        if layout.slots:
-            x = _to_stages(x, layout)
-        for dim, axes in enumerate(layout.gathered):
-            if axes:
-                x = lax.all_gather(x, axes, axis=dim, tiled=True)
-        return vary(x, TOKEN_AXES)
+        return vary(_to_stages(x, layout) if layout.slots else _gather_dims(x, layout), TOKEN_AXES)
 
     with jax.named_scope("gather"):
         return jax.tree.map(one, layouts, tree, is_leaf=is_layout)
@@ -38,47 +33,74 @@ def reduce(grads: Mapping[str, Any], layouts: Mapping[str, Any]) -> Any:
 
     def one(layout: Layout, g: jax.Array) -> jax.Array:
         g = g.astype(jnp.float32)
-        for dim, axes in enumerate(layout.gathered):
-            if axes:
-                rest = g.shape[dim + 1 :]
-                if "head_dim" in layout.dims[dim + 1 :]:  # XLA for TPU scatters [D, H x d], but all-reduces [D, H, d]
-                    g = g.reshape(*g.shape[: dim + 1], -1)
-                g = lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
-                g = g.reshape(*g.shape[: dim + 1], *rest)
-        if layout.slots:
-            g = _from_stages(g, layout)
+        g = _from_stages(g, layout) if layout.slots else _scatter_dims(g, layout)
         return lax.psum(g, layout.sum_axes) if layout.sum_axes else g
 
     with jax.named_scope("reduce"):
         return jax.tree.map(one, layouts, grads, is_leaf=is_layout)
 
 
+def _gather_dims(x: jax.Array, layout: Layout) -> jax.Array:
+    for dim, axes in enumerate(layout.gathered):
+        if axes:
+            x = lax.all_gather(x, axes, axis=dim, tiled=True)
+    return x
+
+
+def _scatter_dims(g: jax.Array, layout: Layout) -> jax.Array:
+    for dim, axes in enumerate(layout.gathered):
+        if axes:
+            rest = g.shape[dim + 1 :]
+            if "head_dim" in layout.dims[dim + 1 :]:  # XLA for TPU scatters [D, H x d], but all-reduces [D, H, d]
+                g = g.reshape(*g.shape[: dim + 1], -1)
+            g = lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
+            g = g.reshape(*g.shape[: dim + 1], *rest)
+    return g
+
+
 def _to_stages(x: jax.Array, layout: Layout) -> jax.Array:
-    """Layers [L, ...] that every stage has a piece of, or all of, to the slots of this stage; empty ones are zero."""
+    """Layers [L, ...] that every stage has a piece of, or all of, to the slots of this stage; empty ones are zero.
+
+    A slot at a time: whole stacks of layers in the order of the slots would be copies as large as all weights.
+    """
     table = np.asarray(layout.slots, np.int32)
     if layout.stage_dim is None:
-        return _take(x, jnp.asarray(table)[lax.axis_index(STAGE)])
-    x = _take(x, table.reshape(-1))
-    return lax.all_to_all(x, STAGE, split_axis=0, concat_axis=layout.stage_dim, tiled=True)
+        return _gather_dims(_take(x, jnp.asarray(table)[lax.axis_index(STAGE)]), layout)
+    layer = layout.without_layers()
+
+    def one(layers_S: jax.Array) -> jax.Array:
+        pieces = _take(x, layers_S)
+        mine = lax.all_to_all(pieces, STAGE, split_axis=0, concat_axis=layout.stage_dim, tiled=True)
+        return _gather_dims(mine[0], layer)
+
+    return lax.map(one, jnp.asarray(table.T))
 
 
 def _from_stages(g: jax.Array, layout: Layout) -> jax.Array:
     """The adjoint: to pieces of all layers [L, ...], or to this stage's share of a sum over stages."""
     table = np.asarray(layout.slots, np.int32)
     if layout.stage_dim is None:
-        return place_layers(g, layout.slots, layout.shape[0])
-    g = lax.all_to_all(g, STAGE, split_axis=layout.stage_dim, concat_axis=0, tiled=True)
-    place = np.zeros(layout.shape[0], np.int32)
-    place[table.reshape(-1)[table.reshape(-1) >= 0]] = np.nonzero(table.reshape(-1) >= 0)[0]
-    return _take(g, place)
+        return place_layers(_scatter_dims(g, layout), layout.slots, layout.shape[0])
+    layer, num_layers = layout.without_layers(), layout.shape[0]
+
+    def one(total: jax.Array, slot: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        layers_S, g = slot
+        return total.at[layers_S].set(to_all(g), mode="drop"), None
+
+    def to_all(g: jax.Array) -> jax.Array:
+        pieces = _scatter_dims(g, layer)[None]
+        return lax.all_to_all(pieces, STAGE, split_axis=layout.stage_dim, concat_axis=0, tiled=True)
+
+    kind = jax.eval_shape(to_all, g[0])
+    total = vary(jnp.zeros((num_layers, *kind.shape[1:]), kind.dtype), varying_axes(kind))
+    places = jnp.asarray(np.where(table < 0, num_layers, table).T)
+    return lax.scan(one, total, (places, g))[0]
 
 
-def _take(x: jax.Array, index: np.ndarray | jax.Array) -> jax.Array:
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of the first dim, zero for -1."""
-    if isinstance(index, np.ndarray) and np.array_equal(index, np.arange(x.shape[0])):
-        return x
     taken = jnp.take(x, jnp.maximum(index, 0), axis=0)
-    live = jnp.asarray(index >= 0).reshape(-1, *([1] * (x.ndim - 1)))
+    live = (index >= 0).reshape(-1, *([1] * (x.ndim - 1)))
     return jnp.where(live, taken, jnp.zeros_like(taken))
 
 
