@@ -8,6 +8,7 @@ from moejax.axes import BATCH_AXES
 from moejax.config import Config
 from moejax.moe.admission import Capacity
 from moejax.plan.moves import COMBINE, DISPATCH, PLAN, Key
+from moejax.plan.turns import runs
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,10 @@ def of_experts(config: Config, platform: str | None) -> Iterator[Found]:
     sizes, ranks = exchange_sizes(config), config.expert_ranks
     dtype, width = ("f32", 4) if config.model.dtype == "float32" else ("bf16", 2)
     row = width * (moe.latent_dim or config.model.d_model)
-    count = config.model.num_moe_layers * config.train.microbatches
-    again = count if config.remat.policy == "full" else 0  # what recomputation repeats; backward needs no results
+    layers = [run for run in runs(config) if run.spec.ffn == "moe"]
+    count, backward = sum(run.forward for run in layers), sum(run.backward for run in layers)
+    again = sum(run.backward for run in layers if run.policy == "full")
+    back_again = sum(run.backward for run in layers if run.policy == "full" and not run.last)
 
     def move(name: str, kind: str, times: int, size: int, of: str = dtype, filled: int | None = None) -> Found:
         return (name, kind, of, config.moe.expert_axes), times, size, filled
@@ -91,18 +94,18 @@ def of_experts(config: Config, platform: str | None) -> Iterator[Found]:
         yield move(PLAN, "all-gather", count + again, 2 * 4 * everyone * moe.top_k, "s32")
         yield move(DISPATCH, "all-gather", count + again, everyone * row)
         yield move(DISPATCH, "all-gather", count + again, 4 * everyone * moe.top_k, "f32")
-        yield move(DISPATCH, "reduce-scatter", count, everyone * row)
-        yield move(DISPATCH, "reduce-scatter", count, 4 * everyone * moe.top_k, "f32")
-        yield move(COMBINE, "reduce-scatter", count, everyone * row)
-        yield move(COMBINE, "all-gather", count, everyone * row)
+        yield move(DISPATCH, "reduce-scatter", backward, everyone * row)
+        yield move(DISPATCH, "reduce-scatter", backward, 4 * everyone * moe.top_k, "f32")
+        yield move(COMBINE, "reduce-scatter", count + back_again, everyone * row)
+        yield move(COMBINE, "all-gather", backward, everyone * row)
         return
     small = 4 * sizes.lanes  # routing weights of a row, and where its routes go
     there = small + (small if exchange == "padded" or config.moe.deduplicate else 0)
     bits = f"u{8 * width}"  # row, weights and places cross as one array
     if exchange == "padded":
         yield move(DISPATCH, "all-to-all", count + again, sizes.arriving * (row + there), bits)
-        yield move(DISPATCH, "all-to-all", count, sizes.arriving * (row + small), bits)
-        yield move(COMBINE, "all-to-all", 2 * count, sizes.arriving * row)
+        yield move(DISPATCH, "all-to-all", backward, sizes.arriving * (row + small), bits)
+        yield move(COMBINE, "all-to-all", count + back_again + backward, sizes.arriving * row)
         return
     if config.moe.deduplicate:
         yield move(PLAN, "all-gather", count + again, 4 * ranks * ranks, "s32")
@@ -110,9 +113,9 @@ def of_experts(config: Config, platform: str | None) -> Iterator[Found]:
     kind = "all-gather" if platform == "cpu" else "ragged-all-to-all"
     for name, times, size, of, to in (
         (DISPATCH, count + again, row + there, bits, there_rows),
-        (DISPATCH, count, row + small, bits, back_rows),
-        (COMBINE, count, row, dtype, back_rows),
-        (COMBINE, count, row, dtype, there_rows),
+        (DISPATCH, backward, row + small, bits, back_rows),
+        (COMBINE, count + back_again, row, dtype, back_rows),
+        (COMBINE, backward, row, dtype, there_rows),
     ):
         wide = -(-size // _TPU_TILE) * _TPU_TILE if platform == "tpu" else size
         filled = None if platform == "cpu" else round(rows * wide)

@@ -3,17 +3,21 @@
 A `Move` counts as compiled HLO does: tensors, and bytes of whole tensors (gathered, or before they are scattered).
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from moejax.axes import CONTEXT, MODEL, STAGE
 from moejax.plan.hlo import Collective, wire_fraction
 
 GATHER, REDUCE = "weight gather", "gradient reduce"
 PLAN, DISPATCH, COMBINE, LOSS = "plan", "dispatch", "combine", "loss"
+PIPELINE, CONTEXT_CLASS, TENSOR, VOCABULARY = "pipeline boundary", "context", "tensor", "vocabulary"
 
-CLASSES = (GATHER, REDUCE, DISPATCH, COMBINE, PLAN, LOSS)
-"""Classes of traffic. `plan` is the exchange's counts and row numbers; `loss` everything else."""
+CLASSES = (GATHER, REDUCE, DISPATCH, COMBINE, PLAN, PIPELINE, CONTEXT_CLASS, TENSOR, VOCABULARY, LOSS)
+"""Classes of traffic. `plan` is the exchange's counts and row numbers, `tensor` the sums over sharded heads and widths,
+`vocabulary` those over a sharded vocabulary; `loss` everything else."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +65,31 @@ def compiled_traffic(found: Iterable[Collective], mesh: Mapping[str, int]) -> li
     moves: dict[tuple, list[int]] = {}
     for item in found:
         if item.group_size > 1:
-            key = (class_of(item), item.kind, item.dtype, item.axes(mesh), item.group_size)
-            total = moves.setdefault(key, [0, 0])
+            axes = item.axes(mesh)
+            group = math.prod(mesh[axis] for axis in axes) if item.kind == "collective-permute" else item.group_size
+            total = moves.setdefault((class_of(item, axes), item.kind, item.dtype, axes, group), [0, 0])
             total[0] += item.tensors
             total[1] += item.bytes
     return [Move(*key, *values) for key, values in moves.items()]
 
 
 _SCOPES = {"dispatch": DISPATCH, "combine": COMBINE, "plan": PLAN, "reduce": REDUCE, "gather": GATHER}
+_SCOPES |= {"pipeline": PIPELINE}
+_ENDS = re.compile(r"\b(embed|head)\b")
 
 
-def class_of(item: Collective) -> str:
-    """Class of a collective, from the named scopes that it comes from."""
+def class_of(item: Collective, axes: tuple[str, ...]) -> str:
+    """Class of a collective, from the mesh axes that it runs over and the named scopes that it comes from."""
+    weights = re.search(r"\b(gather|reduce)\b", item.scope)
+    if axes and set(axes) <= {STAGE, MODEL} and _ENDS.search(item.scope) and not weights:
+        return VOCABULARY
+    if axes == (MODEL,) and not weights:
+        return TENSOR
     for scope, name in _SCOPES.items():
         if re.search(rf"\b{scope}\b", item.scope):
             return name
+    if axes == (CONTEXT,):
+        return CONTEXT_CLASS
     if not item.scope and item.kind == "ragged-all-to-all":  # CUDA's compiler drops the name; bits are joined rows
         return DISPATCH if item.dtype.startswith("u") else COMBINE
     whole = item.dtype == "f32" and all(item.shapes)

@@ -47,8 +47,10 @@ class Tensor:
 
     @property
     def compute_size(self) -> int:
-        """Elements on one device in compute layout."""
-        return self.size // self.mesh.group([axis for axes in self.layout.compute for axis in axes])
+        """Elements on one device in compute layout; with pipeline stages, of the slots of one."""
+        whole = self.size // self.mesh.group([axis for axes in self.layout.compute for axis in axes])
+        slots = self.layout.slots
+        return whole // self.layout.shape[0] * len(slots[0]) if slots else whole
 
     @property
     def main_bytes(self) -> int:

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from moejax.axes import AXES, STAGE
 from moejax.config import Config
+from moejax.plan.axes_traffic import of_axes
 from moejax.plan.exchange import of_experts
 from moejax.plan.moves import GATHER, REDUCE, Key, Move
 from moejax.plan.tensors import Tensor
@@ -23,7 +25,7 @@ def step_traffic(config: Config, tensors: Sequence[Tensor], platform: str | None
     for tensor in tensors:
         for key, count, size in _of_weight(config, tensor):
             _add(moves, config, key, count, size)
-    for key, count, size, filled in of_experts(config, platform):
+    for key, count, size, filled in (*of_experts(config, platform), *of_axes(config)):
         _add(moves, config, key, count, size, filled)
     found = [Move(*key, *values) for key, values in moves.items()]
     return [_on_tpu(move, config) for move in found] if platform == "tpu" else found
@@ -40,7 +42,8 @@ def _add(
 ) -> None:
     group = config.mesh.group(key[3])
     if group > 1 and count:
-        total = moves.setdefault((*key, group), [0, 0, 0])
+        axes = tuple(axis for axis in AXES if axis in key[3])
+        total = moves.setdefault((*key[:3], axes, group), [0, 0, 0])
         for place, value in enumerate((1, size, size if filled is None else filled)):
             total[place] += count * value
 
@@ -52,14 +55,24 @@ def _of_weight(config: Config, tensor: Tensor) -> Iterator[tuple[Key, int, int]]
     forward = 1 if mode == "step" else turns * repeat
     again = forward if repeat > 1 else 0  # XLA unrolls a loop of one turn, and keeps the weights for backward
     dtype, width = ("f32", 4) if tensor.dtype.itemsize == 4 else ("bf16", 2)
-    size = tensor.storage_size // repeat
-    for axes in tensor.layout.extra:
+    layout, size = tensor.layout, tensor.storage_size // repeat
+    if layout.slots:  # to the slots of this stage: from all stages, or from what is here already
+        size = size // layout.shape[0] * len(layout.slots[0])
+        if layout.stage_dim is not None:
+            size *= config.mesh.stage
+            yield (GATHER, "all-to-all", dtype, (STAGE,)), forward, width * size
+    here = size
+    for axes in layout.gathered:
         if axes:
             size *= config.mesh.group(axes)
             yield (GATHER, "all-gather", dtype, axes), forward + again, width * size
-    for axes in tensor.layout.extra:
+    for axes in layout.gathered:
         if axes:
             yield (REDUCE, "reduce-scatter", "f32", axes), forward, 4 * size
             size //= config.mesh.group(axes)
-    axes = tuple(axis for axis in tensor.layout.sum_axes if config.mesh.group([axis]) > 1)
+    if layout.slots:
+        size = tensor.storage_size
+        if layout.stage_dim is not None:
+            yield (REDUCE, "all-to-all", "f32", (STAGE,)), forward, 4 * here
+    axes = tuple(axis for axis in layout.sum_axes if config.mesh.group([axis]) > 1)
     yield (REDUCE, "all-reduce", "f32", axes), forward, 4 * size

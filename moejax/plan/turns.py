@@ -1,0 +1,60 @@
+"""How often layers run in a step on one device: microbatch after microbatch, or tick after tick of a pipeline."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moejax.config import Config, LayerSpec
+from moejax.schedule.table import Table, make_table
+from moejax.stages import plan_stages
+
+
+@dataclass(frozen=True)
+class Run:
+    """One layer of a pattern.
+
+    Attributes:
+        spec: What it is.
+        policy: What its backward pass computes again.
+        last: Whether it is the last of its pattern, so that recomputation need not know its result.
+        forward: How often its forward pass runs, in bubbles and empty slots too: collectives run there as well.
+        backward: How often its backward pass runs.
+    """
+
+    spec: LayerSpec
+    policy: str
+    last: bool
+    forward: int
+    backward: int
+
+
+def table_of(config: Config) -> Table | None:
+    """The schedule of a pipeline; None without stages."""
+    if config.mesh.stage == 1:
+        return None
+    pipeline = config.pipeline
+    return make_table(config.mesh.stage, config.train.microbatches, pipeline.virtual_stages, pipeline.schedule)
+
+
+def ticks(config: Config) -> tuple[int, int]:
+    """How often a chunk, or without a pipeline the whole model, runs forward and backward."""
+    table = table_of(config)
+    if table is None:
+        return config.train.microbatches, config.train.microbatches
+    forward, backward = (int(table.columns[f"{half}_valid"].any(axis=1).sum()) for half in ("forward", "backward"))
+    return forward, backward
+
+
+def runs(config: Config) -> Iterator[Run]:
+    """Every layer of every pattern."""
+    forward, backward = ticks(config)
+    for index, group in enumerate(config.model.layers):
+        slots = plan_stages(config).per_chunk[index] if config.mesh.stage > 1 else group.repeat
+        for place, spec in enumerate(group.pattern):
+            last = place == len(group.pattern) - 1
+            yield Run(spec, config.remat.of(index), last, forward * slots, backward * slots)
+
+
+def bubble(config: Config) -> float:
+    """Share of the time of all stages in which they wait: (S - 1) / (v M + S - 1) where S divides M."""
+    table = table_of(config)
+    return 0.0 if table is None else table.idle_share()
