@@ -199,7 +199,7 @@ def test_summary_equals_numpy():
     sums |= {name: rng.random(3).astype(np.float32) for name in ("weight_sum", "removed_sum", "margin_sum")}
     zero: Any = np.zeros(3, np.float32)
     total = Statistics(requested, kept, zero, zero, zero, **sums)
-    got = summarize(jax.tree.map(jnp.asarray, total), jnp.int32(100), 2, 64)
+    got = summarize(jax.tree.map(jnp.asarray, total), jnp.int32(100), 2, 2 * 64)
     ratio = lambda c: (c.max(1) / c.mean(1)).max()  # noqa: E731
     share = requested / requested.sum(1, keepdims=True)
     entropy = -(share * np.log(np.where(share > 0, share, 1))).sum(1)

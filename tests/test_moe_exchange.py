@@ -61,7 +61,7 @@ def run_config(exchange: Any, ranks: int, top_k: int, fold: int = 1, **moe) -> C
     )
 
 
-def layer_function(config: Config):
+def layer_function(config: Config, inner=lambda x: x):
     """Jitted: output, gradients, choice, weights, kept routes and statistics over a mesh of ranks."""
     mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.size])
     split, one = PartitionSpec(config.moe.expert_axes), PartitionSpec()
@@ -80,7 +80,7 @@ def layer_function(config: Config):
         def loss(p):
             router = RouterWeights(p["router"], p["bias"])
             weights = ExpertWeights(p["gate_up"], p["down"])
-            y, statistics = moe_layer(p["x"], p["x"], a["valid"], router, weights, config, exchange)
+            y, statistics = moe_layer(p["x"], inner(p["x"]), a["valid"], router, weights, config, exchange)
             return jnp.sum(y * a["cotangent"]), (y, statistics)
 
         (_, (y, statistics)), grads = jax.value_and_grad(loss, has_aux=True)(

@@ -182,6 +182,16 @@ class Config:
             model.num_experts,
             f"a multiple of {' x '.join(f'mesh.{axis}' for axis in self.moe.expert_axes)}={shards}",
         )
+        narrow = self.moe.wire == "bfloat16" and self.model.dtype != "bfloat16"
+        require(not narrow, "moe.wire", "bfloat16", f"left out, or mxfp8, with model.dtype={self.model.dtype}")
+        width = model.latent_dim or self.model.d_model
+        exchange = self.moe.exchange or ("padded" if shards > 1 else "local")
+        crosses = self.moe.wire != "mxfp8" or exchange in ("padded", "ragged")
+        require(
+            crosses, "moe.wire", "mxfp8", f"left out with moe.exchange={exchange}: only padded and ragged send rows"
+        )
+        whole = self.moe.wire != "mxfp8" or width % 32 == 0
+        require(whole, "moe.wire", "mxfp8", f"left out: rows are {width} wide, which is no multiple of 32")
         local = self.moe.exchange == "local" and shards > 1
         require(not local, "moe.exchange", "local", f"padded, or left out: experts are on {shards} ranks")
         once = self.moe.deduplicate and min(model.top_k, model.num_experts // shards) == 1

@@ -101,6 +101,8 @@ class MoEConfig:
             the weights of all ranks) or the highest `position` (local expert, source rank, position in the batch).
         renormalize_dropped: Scale the weights of a token's other routes up, so that their sum stays as it was.
         deduplicate: A token that chose several experts of one rank crosses the wire once.
+        wire: With `mxfp8` dispatched rows cross as E4M3 values with a power-of-two scale per 32 of them, for padded and
+            ragged; results and gradients cross as they are. Null (or bfloat16, in a model of that type): as they are.
         expert_axes: Mesh axes that experts are sharded over: [expert], or [context, expert] to fold both.
         routing: `learned`, or for benchmarks `uniform` or `random`, which ignore what the router learned.
         jitter: In training the router's input is multiplied by noise, uniform from 1 - jitter to 1 + jitter; not in
@@ -113,6 +115,7 @@ class MoEConfig:
     drop_order: Literal["position", "weight"] = "weight"
     renormalize_dropped: bool = False
     deduplicate: bool = False
+    wire: Literal["bfloat16", "mxfp8"] | None = None
     expert_axes: tuple[str, ...] = ("expert",)
     routing: Literal["learned", "uniform", "random"] = "learned"
     jitter: float = 0.0

@@ -89,7 +89,7 @@ def summarize(total: Statistics, num_tokens: jax.Array, ranks: int, row_bytes: i
         total: The sums.
         num_tokens: Tokens of the step.
         ranks: Ranks that experts are sharded over.
-        row_bytes: Bytes of one row on the wire.
+        row_bytes: Bytes of one row on the wire, there and back.
 
     Returns:
         Of the worst layer: `moe/{requested,kept}[_rank]_max_over_mean`, `moe/entropy_imbalance` (of requests). Of
@@ -115,7 +115,7 @@ def summarize(total: Statistics, num_tokens: jax.Array, ranks: int, row_bytes: i
         "moe/weight_removed": jnp.sum(total.removed_sum) / jnp.maximum(jnp.sum(total.weight_sum), 1e-9),
         "moe/margin": jnp.sum(total.margin_sum) / tokens,
         "moe/dead_experts": jnp.sum(requested == 0).astype(jnp.int32),
-        **{f"moe/bytes_{name}": 2.0 * row_bytes * value for name, value in rows.items()},
+        **{f"moe/bytes_{name}": float(row_bytes) * value for name, value in rows.items()},
         "moe/requested": requested,
     }
 

@@ -13,6 +13,7 @@ from moejax.axes import AXES, BATCH_AXES, CONTEXT, TOKEN_AXES
 from moejax.config import Config
 from moejax.model.decoder import Decoder, Params, Sums
 from moejax.model.quantized import matrices, quantized
+from moejax.moe.exchange import row_bytes
 from moejax.moe.statistics import summarize
 from moejax.schedule.sequential import accumulate
 from moejax.sharding import gather, gather_for, is_layout, reduce, sum_of_squares
@@ -64,8 +65,7 @@ def _gradients(
     squares = lax.psum(sum_of_squares(grads, layouts, config.mesh), AXES)
     metrics = losses(sums, num_tokens, config) | {"grad_norm": jnp.sqrt(squares), "tokens": num_tokens}
     if sums.statistics is not None:
-        width = config.model.moe.latent_dim or config.model.d_model
-        metrics |= summarize(sums.statistics, num_tokens, config.expert_ranks, width * decoder.dtype.itemsize)
+        metrics |= summarize(sums.statistics, num_tokens, config.expert_ranks, sum(row_bytes(config)))
     return grads, metrics
 
 

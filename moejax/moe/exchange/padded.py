@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.moe.admission import Capacity, admit, sort_routes
 from moejax.moe.exchange.interface import Plan, place
 from moejax.moe.exchange.parcels import make_parcels, make_shared_parcels, pack
+from moejax.moe.exchange.payload import Wire
 from moejax.moe.exchange.transport import swap
 from moejax.moe.rows import inverse, sum_rows, take_rows
 
@@ -29,6 +30,7 @@ class Padded:
         axes: Mesh axes of the experts, outermost first.
         capacity: Budget of each source and destination: factor x K x T / ranks.
         deduplicate: Send a token once to a rank, however many of its experts it chose.
+        wire: Form of dispatched rows on their way.
     """
 
     num_experts: int
@@ -36,6 +38,7 @@ class Padded:
     axes: tuple[str, ...]
     capacity: Capacity
     deduplicate: bool
+    wire: Wire = None
 
     def _budget(self, tokens: int, top_k: int) -> int:
         """Routes from one source to one destination."""
@@ -68,7 +71,8 @@ class Padded:
         rows_WD = take_rows(x_TD, maps["token_W"], maps["slots_TK"])
         weight_WJ = take_rows(weight_TK.reshape(-1), maps["route_WJ"].reshape(-1), maps["lane_TK1"])
         sent = (rows_WD, weight_WJ.reshape(slots, lanes), maps["row_WJ"])
-        received_VD, weight_VJ, row_VJ = (checkpoint_name(a, "exchange") for a in swap(sent, self.axes, self.ranks))
+        arrived = swap(sent, self.axes, self.ranks, self.wire)
+        received_VD, weight_VJ, row_VJ = (checkpoint_name(a, "exchange") for a in arrived)
         lane_R = inverse(row_VJ, self.ranks * self._budget(*weight_TK.shape))
         rows_RD = take_rows(received_VD, _slot(lane_R, lanes), row_VJ)
         weight_R = take_rows(weight_VJ.reshape(-1), lane_R, row_VJ.reshape(-1, 1))

@@ -16,6 +16,7 @@ from moejax.moe import rows as rows_module
 from moejax.moe.admission import Capacity, admit_all, sort_routes, starts
 from moejax.moe.exchange.interface import Plan, place
 from moejax.moe.exchange.parcels import make_parcels, make_shared_parcels, pack
+from moejax.moe.exchange.payload import Wire
 from moejax.moe.exchange.transport import Updates, send
 from moejax.moe.rows import inverse, sum_rows, take_rows
 
@@ -30,6 +31,7 @@ class Ragged:
         axes: Mesh axes of the experts, outermost first.
         capacity: Budget of each destination rank: factor x K x T.
         deduplicate: Send a token once to a rank, however many of its experts it chose.
+        wire: Form of dispatched rows on their way.
     """
 
     num_experts: int
@@ -37,6 +39,7 @@ class Ragged:
     axes: tuple[str, ...]
     capacity: Capacity
     deduplicate: bool
+    wire: Wire = None
 
     def _sizes(self, tokens: int, top_k: int) -> tuple[int, int, int, int]:
         """Rows of expert, receive and send buffer, and routes of a parcel."""
@@ -70,9 +73,11 @@ class Ragged:
         sizes_e = jnp.sum(kept_SE.reshape(-1, self.ranks, local)[:, me], axis=0)
         return Plan(places.kept_TK, sizes_e, sent, saved, maps).named()
 
-    def _send(self, arrays: tuple[jax.Array, ...], size: int, updates: Updates) -> tuple[jax.Array, ...]:
+    def _send(
+        self, arrays: tuple[jax.Array, ...], size: int, updates: Updates, wire: Wire = None
+    ) -> tuple[jax.Array, ...]:
         fills = tuple(rows_module.UNWRITTEN if jnp.issubdtype(a.dtype, jnp.floating) else -1 for a in arrays)
-        return tuple(checkpoint_name(a, "exchange") for a in send(arrays, size, updates, self.axes, fills))
+        return tuple(checkpoint_name(a, "exchange") for a in send(arrays, size, updates, self.axes, fills, wire))
 
     def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array, Plan]:
         """Pack, exchange; with de-duplication copy to the local experts."""
@@ -81,9 +86,9 @@ class Ragged:
         weight_WJ = take_rows(weight_TK.reshape(-1), maps["route_WJ"].reshape(-1), maps["lane_TK1"])
         sent = (take_rows(x_TD, maps["token_W"], maps["slots_TK"]), weight_WJ.reshape(-1, lanes))
         if not self.deduplicate:
-            rows_RD, weight_R1 = self._send(sent, arriving, updates)
+            rows_RD, weight_R1 = self._send(sent, arriving, updates, self.wire)
             return rows_RD, weight_R1[:, 0], plan
-        received_VD, weight_VJ, row_VJ = self._send((*sent, maps["row_WJ"]), arriving, updates)
+        received_VD, weight_VJ, row_VJ = self._send((*sent, maps["row_WJ"]), arriving, updates, self.wire)
         lane_R = inverse(row_VJ, budget)
         rows_RD = take_rows(received_VD, _slot(lane_R, lanes), row_VJ)
         weight_R = take_rows(weight_VJ.reshape(-1), lane_R, row_VJ.reshape(-1, 1))

@@ -9,7 +9,7 @@ from jax import lax
 
 from moejax.kernels.table import chips
 from moejax.moe.admission import starts
-from moejax.moe.exchange.payload import carry, carry_gradients, join
+from moejax.moe.exchange.payload import Wire, carry, carry_gradients, encode, join
 from moejax.varying import vary, varying_axes
 
 
@@ -48,14 +48,17 @@ class Updates(NamedTuple):
         return Updates(self.land, self.receive, self.home, self.send, self.output, self.input)
 
 
-def swap(arrays: tuple[jax.Array, ...], axes: tuple[str, ...], ranks: int) -> tuple[jax.Array, ...]:
-    """Static all_to_all of [ranks * slots, ...] arrays, which cross together. It is its own transpose."""
-    return _swap(vary(arrays, varying_axes(arrays) | set(axes)), axes, ranks)
+def swap(arrays: tuple[jax.Array, ...], axes: tuple[str, ...], ranks: int, wire: Wire = None) -> tuple[jax.Array, ...]:
+    """Static all_to_all of [ranks * slots, ...] arrays, which cross together. It is its own transpose.
+
+    With `wire` the first arrays are rounded on their way; gradients go back as they are.
+    """
+    return _swap(vary(arrays, varying_axes(arrays) | set(axes)), axes, ranks, wire)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _swap(arrays: tuple[jax.Array, ...], axes: tuple[str, ...], ranks: int) -> tuple[jax.Array, ...]:
-    return carry(arrays, partial(_all_to_all, axes=axes, ranks=ranks))
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _swap(arrays: tuple[jax.Array, ...], axes: tuple[str, ...], ranks: int, wire: Wire) -> tuple[jax.Array, ...]:
+    return carry(arrays, partial(_all_to_all, axes=axes, ranks=ranks), wire)
 
 
 def _all_to_all(payload: jax.Array, axes: tuple[str, ...], ranks: int) -> jax.Array:
@@ -63,26 +66,32 @@ def _all_to_all(payload: jax.Array, axes: tuple[str, ...], ranks: int) -> jax.Ar
     return lax.all_to_all(rows, axes, 0, 0).reshape(payload.shape)
 
 
-def _swap_backward(axes: tuple[str, ...], ranks: int, _: None, grads: tuple[jax.Array, ...]) -> tuple[Any]:
+def _swap_backward(axes: tuple[str, ...], ranks: int, wire: Wire, _: None, grads: tuple[jax.Array, ...]) -> tuple[Any]:
+    del wire
     return (carry_gradients(grads, partial(_all_to_all, axes=axes, ranks=ranks)),)
 
 
-_swap.defvjp(lambda arrays, axes, ranks: (_swap(arrays, axes, ranks), None), _swap_backward)
+_swap.defvjp(lambda arrays, axes, ranks, wire: (_swap(arrays, axes, ranks, wire), None), _swap_backward)
 
 
 def send(
-    arrays: tuple[jax.Array, ...], size: int, updates: Updates, axes: tuple[str, ...], fills: tuple[float, ...]
+    arrays: tuple[jax.Array, ...],
+    size: int,
+    updates: Updates,
+    axes: tuple[str, ...],
+    fills: tuple[float, ...],
+    wire: Wire = None,
 ) -> tuple[jax.Array, ...]:
     """Send rows of [W, ...] arrays, together, along `updates` into `size` rows that hold `fills` where nothing arrives.
 
-    The gradient is the way back; rows that nobody sent get exactly zero.
+    `wire` is as in `swap`. The gradient is the way back; rows that nobody sent get exactly zero.
     """
     varying = varying_axes(arrays, updates) | set(axes)
     arrays, updates = vary(arrays, varying), Updates(*vary(tuple(updates), varying))
-    return _send(arrays, updates, arrays[0].shape[0], size, axes, fills)
+    return _send(arrays, updates, arrays[0].shape[0], size, axes, fills, wire)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
 def _send(
     arrays: tuple[jax.Array, ...],
     updates: Updates,
@@ -90,10 +99,12 @@ def _send(
     size: int,
     axes: tuple[str, ...],
     fills: tuple[float, ...],
+    wire: Wire,
 ) -> tuple[jax.Array, ...]:
     empty = [jnp.full((size, *a.shape[1:]), fill, a.dtype) for a, fill in zip(arrays, fills, strict=True)]
+    empty = encode(empty, wire)
     buffer = vary(join(empty) if len(empty) > 1 else empty[0], varying_axes(arrays))
-    return carry(arrays, partial(_ragged, buffer_VX=buffer, updates=updates, axes=axes))
+    return carry(arrays, partial(_ragged, buffer_VX=buffer, updates=updates, axes=axes), wire)
 
 
 def _ragged(rows_WX: jax.Array, buffer_VX: jax.Array, updates: Updates, axes: tuple[str, ...]) -> jax.Array:
@@ -104,11 +115,11 @@ def _ragged(rows_WX: jax.Array, buffer_VX: jax.Array, updates: Updates, axes: tu
     )
 
 
-def _forward(arrays, updates, slots, size, axes, fills):
-    return _send(arrays, updates, slots, size, axes, fills), updates
+def _forward(arrays, updates, slots, size, axes, fills, wire):
+    return _send(arrays, updates, slots, size, axes, fills, wire), updates
 
 
-def _backward(slots, size, axes, fills, updates, grads):
+def _backward(slots, size, axes, fills, wire, updates, grads):
     def back(payload: jax.Array) -> jax.Array:
         buffer = vary(jnp.zeros((slots, *payload.shape[1:]), payload.dtype), varying_axes(payload))
         return _ragged(payload, buffer, updates.reverse(), axes)
