@@ -97,6 +97,7 @@ def _context(config: Config, run: Run) -> Iterator[Found]:
         steps = Ring(CONTEXT, shards, run.spec.window).blocks(config.data.sequence_length // shards)
         permute, both = "collective-permute", 2 * vector * kv_heads
         if steps > 1:
+            again = again if steps > 2 else 0  # XLA merges a single permute with that of backward
             there = (steps - 1) * (run.forward + run.backward + again)
             yield (CONTEXT_CLASS, permute, dtype, (CONTEXT,)), there, both * width, None
             yield (CONTEXT_CLASS, permute, "f32", (CONTEXT,)), (steps - 1) * run.backward, both * 4, None

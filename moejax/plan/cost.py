@@ -15,12 +15,27 @@ from moejax.config import Config
 from moejax.plan.activations import local_batch
 from moejax.plan.exchange import exchange_sizes
 from moejax.plan.flops import attention_flops, forward_flops, tokens_per_step, training_flops
-from moejax.plan.moves import COMBINE, DISPATCH, GATHER, PLAN, REDUCE, Move
+from moejax.plan.moves import (
+    COMBINE,
+    CONTEXT_CLASS,
+    DISPATCH,
+    GATHER,
+    PIPELINE,
+    PLAN,
+    REDUCE,
+    TENSOR,
+    VOCABULARY,
+    Move,
+)
 from moejax.plan.target import Target
 from moejax.plan.tensors import Tensor
 from moejax.plan.traffic import step_traffic
+from moejax.plan.turns import bubble
+from moejax.sharding import compute_axes
+from moejax.stages import plan_stages
 
-TAXES = ("weights", "gradients", "routing", "compute efficiency", "recomputation")
+TAXES = ("weights", "gradients", "routing", "compute efficiency", "recomputation", "pipeline", "context", "tensor")
+"""The last three only on meshes with more than one device on their axis: sending, and in a pipeline waiting."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +101,23 @@ def step_cost(config: Config, tensors: Sequence[Tensor], target: Target) -> Cost
         "compute efficiency": _expert_seconds(config, peak, bandwidth),
         "recomputation": _recomputed_flops(config, tensors) * per_device / peak,
     }
+    mesh = config.mesh
+    if mesh.stage > 1:
+        work = flops / peak + taxes["routing"] + taxes["compute efficiency"] + taxes["recomputation"]
+        share = bubble(config)
+        waiting = work * unevenness(config) / (1 - share) - work
+        taxes["pipeline"] = waiting + wire(PIPELINE) + (0.0 if mesh.model > 1 else wire(VOCABULARY))
+    if mesh.context > 1:
+        taxes["context"] = wire(CONTEXT_CLASS)
+    if mesh.model > 1:
+        taxes["tensor"] = wire(TENSOR, VOCABULARY)
     return Cost(flops / peak, taxes, tokens, flops, peak, target.peak["bfloat16"] * share)
+
+
+def unevenness(config: Config) -> float:
+    """Cost of the largest chunk of layers over the mean: every tick takes as long as its slowest stage."""
+    costs = plan_stages(config).costs
+    return max(costs) * len(costs) / sum(costs)
 
 
 def move_seconds(move: Move, config: Config, target: Target) -> float:
@@ -101,8 +132,9 @@ def group_of(config: Config, axes: Sequence[str]) -> list[int]:
     return devices[index].reshape(-1).tolist()
 
 
-def _layers_turns(config: Config) -> int:
-    return config.model.num_moe_layers * config.train.microbatches
+def _layers_turns(config: Config) -> float:
+    """MoE layers that one device runs in a step."""
+    return config.model.num_moe_layers * config.train.microbatches / config.mesh.stage
 
 
 def _row_seconds(config: Config, bandwidth: float) -> float:
@@ -130,20 +162,33 @@ def _expert_seconds(config: Config, peak: float, bandwidth: float) -> float:
     local = moe.num_experts // config.expert_ranks
     width = 4 if model.dtype == "float32" else 2
     inner = 1 if moe.activation == "relu2" else 2
-    outer = moe.latent_dim or model.d_model
+    outer, hidden = moe.latent_dim or model.d_model, moe.expert_dim // config.mesh.group(_of_width(config))
     beyond = 0.0
-    for wide, deep in ((inner * moe.expert_dim, outer), (outer, moe.expert_dim)):
+    for wide, deep in ((inner * hidden, outer), (outer, hidden)):
         flops = 2.0 * routed * wide * deep
         moved = width * (routed * (wide + deep) + local * wide * deep)
         beyond += 3 * max(0.0, moved / bandwidth - flops / peak)
     return beyond * _layers_turns(config)
 
 
+def _of_width(config: Config) -> tuple[str, ...]:
+    return compute_axes(config, "expert_mlp")
+
+
 def _recomputed_flops(config: Config, tensors: Sequence[Tensor]) -> float:
     """FLOPs of a token that backward does again: attention scores of long sequences always are."""
     parts = forward_flops(config, tensors)
     scores = attention_flops(config) if config.data.sequence_length > 512 else 0.0
-    if config.remat.policy == "none":
-        return scores
     layers = sum(flops for part, flops in parts.items() if part not in ("head", "attention scores"))
-    return layers + scores * (2 if config.remat.policy == "full" else 1)
+    again = {
+        "none": scores,
+        "experts": scores + parts.get("routed experts", 0.0) * 2 / 3,
+        "attention": 2 * scores + parts.get("attention", 0.0),
+        "save_exchange": scores + layers,
+        "offload": scores + layers,
+        "full": 2 * scores + layers,
+    }
+    groups = config.model.layers
+    weights = [group.repeat * len(group.pattern) for group in groups]
+    policies = [config.remat.of(index) for index in range(len(groups))]
+    return sum(w * again[policy] for w, policy in zip(weights, policies, strict=True)) / sum(weights)

@@ -10,10 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 from functools import cache
 
-from moejax.config import Config, RematConfig, RunConfig, ShardingConfig, WeightsConfig
+from moejax.config import Config, PipelineConfig, RematConfig, RunConfig, ShardingConfig, WeightsConfig
 from moejax.plan.activations import layer_bytes, local_batch, logit_bytes, saved_bytes
 from moejax.plan.exchange import exchange_of, exchange_sizes
 from moejax.plan.tensors import Tensor
+from moejax.plan.turns import table_of
+from moejax.sharding import compute_axes
+from moejax.stages import plan_stages
 
 
 def memory(config: Config, tensors: Sequence[Tensor]) -> dict[str, int]:
@@ -24,13 +27,40 @@ def memory(config: Config, tensors: Sequence[Tensor]) -> dict[str, int]:
         layer; and `workspace`: what else one layer, or the loss, needs at its peak.
     """
     saved, layer = _activations(config)
+    saved = _stashed(config, saved)
     buffers = min(exchange_bytes(config), layer)
     rest = {
         "saved activations": saved,
         "exchange buffers": buffers,
-        "workspace": max(layer - buffers, logit_bytes(config) - buffers),
+        "workspace": max(layer + _expert_workspace(config) - buffers, logit_bytes(config) - buffers),
     }
     return state_memory(config, tensors) | rest
+
+
+def _expert_workspace(config: Config) -> int:
+    """What the experts' gradient rule makes for itself: gate, up, their product and its gradient, of every row."""
+    if not config.model.num_moe_layers:
+        return 0
+    moe = config.model.moe
+    inner = 2 if moe.activation == "relu2" else 4
+    hidden = moe.expert_dim // config.mesh.group(compute_axes(config, "expert_mlp"))
+    return exchange_sizes(config).rows * inner * hidden * (4 if config.model.dtype == "float32" else 2)
+
+
+def _stashed(config: Config, saved: int) -> int:
+    """Saved activations of the layers and microbatches that a pipeline stage holds at once.
+
+    A slot of the schedule's table holds those of one chunk of layers; one slot more takes what bubbles write. Hidden
+    states that wait for the head's gradient come on top. Without a pipeline: those of all layers and one microbatch.
+    """
+    table = table_of(config)
+    if table is None:
+        return saved
+    groups, placed = config.model.layers, plan_stages(config).per_chunk
+    layers = sum(slots * len(group.pattern) for slots, group in zip(placed, groups, strict=True))
+    rows, length = local_batch(config)
+    hidden = rows * length * config.model.d_model * (4 if config.model.dtype == "float32" else 2)
+    return saved * layers * (table.depth + 1) // config.model.num_layers + (table.head_depth + 1) * hidden
 
 
 def exchange_bytes(config: Config) -> int:
@@ -49,13 +79,14 @@ def _activations(config: Config) -> tuple[int, int]:
     alone = dataclasses.replace(
         config,
         run=RunConfig(),
-        mesh=dataclasses.replace(config.mesh, data=1),
+        mesh=dataclasses.replace(config.mesh, data=1, stage=1),
+        pipeline=PipelineConfig(),
         train=dataclasses.replace(config.train, microbatches=1),
         data=dataclasses.replace(config.data, batch_size=config.mesh.expert),
         weights=WeightsConfig(),
         sharding=ShardingConfig(),
     )
-    layer = _layer_bytes(_Frozen(dataclasses.replace(alone, remat=RematConfig())))
+    layer = _layer_bytes(_Frozen(dataclasses.replace(alone, remat=RematConfig("none"))))
     return rows * _saved_bytes(_Frozen(alone)), rows * layer
 
 
@@ -89,12 +120,15 @@ def state_memory(config: Config, tensors: Sequence[Tensor]) -> dict[str, int]:
         `main weights` and `optimizer state`, which stay between steps, and of the step itself `compute weights`
         `gradients` of one microbatch, and with more than one the float32 `gradient accumulators`. With
         `weights.gather: step` all lie whole in compute layout; with `microbatch` accumulators are storage shards;
-        with `layer` gradients are too, and only the largest layer's weights are there at a time.
+        with `layer` gradients are too, and only the largest layer's weights are there at a time. In a pipeline all are
+        of this stage's layers, and each layer's gradients are added to its accumulators at once.
     """
-    mode, several = config.weights.gather, config.train.microbatches > 1
+    mode, several = config.weights.gather, config.train.microbatches > 1 or config.mesh.stage > 1
     compute = sum(tensor.compute_bytes for tensor in tensors)
     stored = sum(4 * tensor.storage_size for tensor in tensors)
-    if mode == "step":
+    if config.mesh.stage > 1:
+        gradients, accumulators = _largest_layer(tensors), sum(4 * tensor.compute_size for tensor in tensors)
+    elif mode == "step":
         gradients, accumulators = compute, sum(4 * tensor.compute_size for tensor in tensors)
     elif mode == "microbatch":
         gradients, accumulators = compute, stored

@@ -8,7 +8,7 @@ from moejax.axes import AXES
 from moejax.config import Config
 from moejax.errors import UserError
 from moejax.plan.compile import Compiled
-from moejax.plan.cost import group_of, move_seconds, step_cost
+from moejax.plan.cost import group_of, move_seconds, step_cost, unevenness
 from moejax.plan.flops import tokens_per_step, training_flops
 from moejax.plan.memory import memory
 from moejax.plan.moves import Move, by_class, compiled_traffic
@@ -17,6 +17,8 @@ from moejax.plan.search import Candidate, evaluate, improvements, largest_microb
 from moejax.plan.target import Target
 from moejax.plan.tensors import Tensor, tensors
 from moejax.plan.traffic import step_traffic
+from moejax.plan.turns import bubble, table_of
+from moejax.stages import plan_stages
 
 
 def make_report(config: Config, target: Target | None = None, compiled: Compiled | None = None) -> dict[str, Any]:
@@ -49,6 +51,8 @@ def make_report(config: Config, target: Target | None = None, compiled: Compiled
         "traffic": [_move(move, config, target) for move in moves],
         "tensors": [tensor.as_dict() for tensor in found],
     }
+    if config.mesh.stage > 1:
+        report["stages"] = _stages(config)
     if target is not None:
         report |= _on_target(config, found, target)
     if compiled is not None:
@@ -74,6 +78,19 @@ def with_devices(config: Config, devices: int) -> Config:
     batch = config.data.batch_size // config.mesh.data * data
     mesh = dataclasses.replace(config.mesh, data=data)
     return dataclasses.replace(config, mesh=mesh, data=dataclasses.replace(config.data, batch_size=batch))
+
+
+def _stages(config: Config) -> dict[str, Any]:
+    """Chunks of layers, first to last, and the share of time that stages wait."""
+    placed, first, chunks = plan_stages(config), 0, []
+    for index, (units, cost) in enumerate(zip(placed.chunks, placed.costs, strict=True)):
+        layers = sum(len(config.model.layers[group].pattern) for group, _ in units)
+        share = cost / sum(placed.costs)
+        chunks.append({"stage": index % config.mesh.stage, "first": first, "layers": layers, "share": share})
+        first += layers
+    table = table_of(config)
+    assert table is not None
+    return {"chunks": chunks, "bubble": bubble(config), "unevenness": unevenness(config), "held": table.depth}
 
 
 def _experts(config: Config) -> dict[str, Any]:

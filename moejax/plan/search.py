@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from moejax.config import Config
@@ -117,34 +117,72 @@ def _single_changes(config: Config) -> Iterator[dict[str, object]]:
 
 
 def search(config: Config, target: Target) -> list[Candidate]:
-    """Every layout of the same global batch on the same number of devices that fits, quickest first.
+    """Layouts of the same global batch on the same number of devices that fit, quickest first.
 
-    Varies the mesh (data and expert), when weights are gathered, what is recomputed, and microbatches.
+    Varies the mesh (data and expert), when weights are gathered, what is recomputed, and microbatches; then puts 2, 4
+    and 8 pipeline stages, context shards and tensor shards in the place of replicas of the best ones.
     """
-    devices, found = config.mesh.size, []
+    found = list(_candidates(config, target, _layouts(config)))
+    best = sorted(found, key=lambda item: (not item.fits, item.cost.step if item.fits else item.peak))[:_SEEDS]
+    more = {str(changes): changes for item in best for changes in _deeper(item.config)}
+    found += _candidates(config, target, more.values())
+    return sorted((item for item in found if item.fits), key=lambda item: item.cost.step)
+
+
+_SEEDS = 3
+"""Layouts that stages, context and tensor shards are tried on."""
+
+
+def _candidates(config: Config, target: Target, layouts: Iterable[dict[str, object]]) -> Iterator[Candidate]:
+    for changes in layouts:
+        other = changed(config, changes)
+        if other is not None:
+            try:
+                yield evaluate(other, target, _as_overrides(changes))
+            except UserError:  # a mesh that the model's dims or layers do not divide over
+                continue
+
+
+def _layouts(config: Config) -> Iterator[dict[str, object]]:
+    mesh, batch = config.mesh, config.data.batch_size
+    devices = mesh.size // (mesh.stage * mesh.context * mesh.model)
     experts = config.model.moe.num_experts if config.model.num_moe_layers else 1
     for expert in (size for size in _powers(devices) if devices % size == 0 and experts % size == 0):
-        data = devices // expert
-        for turns in (
-            size for size in _powers(config.data.batch_size) if config.data.batch_size % (devices * size) == 0
-        ):
+        for turns in (size for size in _powers(batch) if batch % (devices * size) == 0):
             for gather in ("step", "microbatch", "layer"):
-                if turns == 1 and gather == "microbatch":
+                if (turns == 1 and gather == "microbatch") or (mesh.stage > 1 and gather != "step"):
                     continue
                 for policy in ("none", "save_exchange", "full"):
-                    changes: dict[str, object] = {"mesh.data": data, "mesh.expert": expert}
+                    changes: dict[str, object] = {"mesh.data": devices // expert, "mesh.expert": expert}
                     changes |= {"train.microbatches": turns, "weights.gather": gather, "remat.policy": policy}
-                    if expert == 1:
-                        changes |= {"moe.exchange": None, "moe.deduplicate": False}
-                    other = changed(config, changes)
-                    if other is not None:
-                        found.append(evaluate(other, target, _as_overrides(changes)))
-    return sorted((item for item in found if item.fits), key=lambda item: item.cost.step)
+                    yield changes | _without_peers(expert)
+
+
+def _without_peers(expert: int) -> dict[str, object]:
+    return {"moe.exchange": None, "moe.deduplicate": False} if expert == 1 else {}
+
+
+def _deeper(config: Config) -> Iterator[dict[str, object]]:
+    """A layout with fewer replicas, and more stages, context shards or tensor shards, of the same work."""
+    mesh, turns = config.mesh, config.train.microbatches
+    for axis in ("stage", "context", "model"):
+        for size in (2, 4, 8):
+            for shrunk in ("data", "expert"):
+                if getattr(mesh, shrunk) % size or getattr(mesh, axis) > 1:
+                    continue
+                for policy in {config.remat.policy, "save_exchange"}:
+                    expert = mesh.expert // size if shrunk == "expert" else mesh.expert
+                    changes: dict[str, object] = {"mesh.data": mesh.data * mesh.expert // size // expert}
+                    changes |= {"mesh.expert": expert}
+                    changes |= {f"mesh.{axis}": size, "remat.policy": policy}
+                    changes["train.microbatches"] = turns * size if axis == "stage" else turns
+                    changes["weights.gather"] = "step" if axis == "stage" else config.weights.gather
+                    yield changes | _without_peers(expert)
 
 
 def largest_microbatch(config: Config, target: Target) -> int:
     """Sequences of the largest microbatch on one device that fits; 0 if none does."""
-    shards = config.mesh.size // config.mesh.context
+    shards = config.mesh.data * config.mesh.expert
     best = 0
     for rows in _powers(1 << 16):
         changes: dict[str, object] = {"data.batch_size": rows * shards, "train.microbatches": 1}

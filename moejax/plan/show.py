@@ -33,6 +33,8 @@ def show_report(report: dict[str, Any], console: Console | None = None) -> None:
     _parameters(report["parameters"], console)
     sizes = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items() if size > 1) or "one device"
     console.print(f"mesh: {sizes} ({report['devices']} devices), weights.gather: {report['gather']}\n")
+    if "stages" in report:
+        _stages(report["stages"], console)
     console.print(_tensors(report["tensors"]))
     console.print(_flops(report["flops"]))
     console.print(_memory(report))
@@ -68,6 +70,18 @@ def _parameters(counts: dict[str, Any], console: Console) -> None:
     alpha_e = "" if counts["alpha_E"] is None else f"alpha_E: {counts['alpha_E']:.2%}, "
     console.print(f"{alpha_e}alpha_P: {counts['alpha_P']:.1%}, capacity gap: {counts['capacity_gap']:.2f}")
     console.print("by part: " + ", ".join(f"{part} {of_count(size)}" for part, size in counts["parts"].items()))
+
+
+def _stages(stages: dict[str, Any], console: Console) -> None:
+    table = make_table("pipeline stages", "chunk", "stage", "layers", "share of the layers' FLOPs")
+    for index, chunk in enumerate(stages["chunks"]):
+        layers = f"{chunk['first']} to {chunk['first'] + chunk['layers'] - 1}"
+        table.add_row(str(index), str(chunk["stage"]), layers, f"{chunk['share']:.1%}")
+    console.print(table)
+    console.print(
+        f"bubble: {stages['bubble']:.1%} of the time; the largest chunk takes {stages['unevenness']:.2f} times the "
+        f"mean; a stage holds the activations of at most {stages['held']} chunks and microbatches\n"
+    )
 
 
 def _spec(axes: list[list[str]]) -> str:

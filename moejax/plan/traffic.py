@@ -55,24 +55,25 @@ def _of_weight(config: Config, tensor: Tensor) -> Iterator[tuple[Key, int, int]]
     forward = 1 if mode == "step" else turns * repeat
     again = forward if repeat > 1 else 0  # XLA unrolls a loop of one turn, and keeps the weights for backward
     dtype, width = ("f32", 4) if tensor.dtype.itemsize == 4 else ("bf16", 2)
-    layout, size = tensor.layout, tensor.storage_size // repeat
-    if layout.slots:  # to the slots of this stage: from all stages, or from what is here already
-        size = size // layout.shape[0] * len(layout.slots[0])
-        if layout.stage_dim is not None:
-            size *= config.mesh.stage
-            yield (GATHER, "all-to-all", dtype, (STAGE,)), forward, width * size
+    layout, size, times = tensor.layout, tensor.storage_size // repeat, forward
+    staged = bool(layout.slots) and layout.stage_dim is not None
+    if layout.slots:
+        size = size // layout.shape[0] * (config.mesh.stage if staged else len(layout.slots[0]))
+    if staged:  # pieces of all stages, one slot at a time
+        times = forward * len(layout.slots[0])
+        yield (GATHER, "all-to-all", dtype, (STAGE,)), times, width * size
     here = size
     for axes in layout.gathered:
         if axes:
             size *= config.mesh.group(axes)
-            yield (GATHER, "all-gather", dtype, axes), forward + again, width * size
+            yield (GATHER, "all-gather", dtype, axes), times + again, width * size
     for axes in layout.gathered:
         if axes:
-            yield (REDUCE, "reduce-scatter", "f32", axes), forward, 4 * size
+            yield (REDUCE, "reduce-scatter", "f32", axes), times, 4 * size
             size //= config.mesh.group(axes)
+    if staged:
+        yield (REDUCE, "all-to-all", "f32", (STAGE,)), times, 4 * here
     if layout.slots:
         size = tensor.storage_size
-        if layout.stage_dim is not None:
-            yield (REDUCE, "all-to-all", "f32", (STAGE,)), forward, 4 * here
     axes = tuple(axis for axis in layout.sum_axes if config.mesh.group([axis]) > 1)
     yield (REDUCE, "all-reduce", "f32", axes), forward, 4 * size
