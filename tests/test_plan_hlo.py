@@ -140,7 +140,7 @@ MANY = [
     (2, 4, "step", 4, "save_exchange", MoEConfig("ragged", 1.25)),
     (2, 4, "layer", 1, "full", MoEConfig("ragged", 1.25, deduplicate=True)),
     (2, 4, "step", 1, "full", MoEConfig("padded", 1.5, wire="mxfp8")),
-    (1, 8, "step", 1, "none", MoEConfig("ragged", deduplicate=True, wire="mxfp8")),
+    (2, 4, "step", 1, "none", MoEConfig("ragged", deduplicate=True, wire="mxfp8")),
 ]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from moejax.axes import BATCH_AXES
 from moejax.config import Config
 from moejax.moe.admission import Capacity
+from moejax.moe.exchange import row_bytes
 from moejax.plan.moves import COMBINE, DISPATCH, PLAN, Key
 from moejax.plan.turns import runs
 
@@ -77,7 +78,7 @@ def of_experts(config: Config, platform: str | None) -> Iterator[Found]:
         return
     sizes, ranks = exchange_sizes(config), config.expert_ranks
     dtype, width = ("f32", 4) if config.model.dtype == "float32" else ("bf16", 2)
-    row = width * (moe.latent_dim or config.model.d_model)
+    out, row = row_bytes(config)
     layers = [run for run in runs(config) if run.spec.ffn == "moe"]
     count, backward = sum(run.forward for run in layers), sum(run.backward for run in layers)
     again = sum(run.backward for run in layers if run.policy == "full")
@@ -102,8 +103,9 @@ def of_experts(config: Config, platform: str | None) -> Iterator[Found]:
     small = 4 * sizes.lanes  # routing weights of a row, and where its routes go
     there = small + (small if exchange == "padded" or config.moe.deduplicate else 0)
     bits = f"u{8 * width}"  # row, weights and places cross as one array
+    out_bits = "u8" if config.moe.wire == "mxfp8" else bits
     if exchange == "padded":
-        yield move(DISPATCH, "all-to-all", count + again, sizes.arriving * (row + there), bits)
+        yield move(DISPATCH, "all-to-all", count + again, sizes.arriving * (out + there), out_bits)
         yield move(DISPATCH, "all-to-all", backward, sizes.arriving * (row + small), bits)
         yield move(COMBINE, "all-to-all", count + back_again + backward, sizes.arriving * row)
         return
@@ -112,7 +114,7 @@ def of_experts(config: Config, platform: str | None) -> Iterator[Found]:
     there_rows, back_rows, rows = _rows_of_ragged(config, sizes, platform)
     kind = "all-gather" if platform == "cpu" else "ragged-all-to-all"
     for name, times, size, of, to in (
-        (DISPATCH, count + again, row + there, bits, there_rows),
+        (DISPATCH, count + again, out + there, out_bits, there_rows),
         (DISPATCH, backward, row + small, bits, back_rows),
         (COMBINE, count + back_again, row, dtype, back_rows),
         (COMBINE, backward, row, dtype, there_rows),
