@@ -22,7 +22,9 @@ MODEL, CAPACITY, RUNTIME = "model time", "capacity tax", "runtime tax"
 SCOPES = {
     **dict.fromkeys(("embed", "attention", "ffn", "experts", "shared", "dense", "head"), MODEL),
     **dict.fromkeys(("gather", "reduce", "update"), CAPACITY),
-    **dict.fromkeys(("route", "plan", "dispatch", "combine", "statistics", "prepass", "pipeline"), RUNTIME),
+    **dict.fromkeys(
+        ("route", "plan", "dispatch", "combine", "statistics", "prepass", "pipeline", "tensor", "quantize"), RUNTIME
+    ),
 }
 """Named scopes of a step and what they are (report, table 2 and equation 6): the capacity tax follows all parameters
 (weights, gradients, updates), the runtime tax is routing and what else runs beside the model."""
