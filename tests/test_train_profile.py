@@ -117,13 +117,14 @@ def test_each_instruction_is_summed_over_devices_and_steps(run):
     from jax.profiler import ProfileData
 
     _, folder, _, _ = run
+    trace = read_trace(str(folder))
     text = gzip.decompress((folder / "profile" / "step.hlo.txt.gz").read_bytes()).decode()
     names = {name for name, (_, op_name) in instructions(text).items() if "/update/" in op_name}
     (file,) = (folder / "profile").rglob("*.xplane.pb")
     events = [e for plane in ProfileData.from_file(str(file)).planes for line in plane.lines for e in line.events]
     durations = [e.duration_ns for e in events if dict(e.stats).get("hlo_op") in names]
     assert len(durations) % (3 * 4) == 0
-    np.testing.assert_allclose(read_trace(str(folder)).busy["update"], sum(durations) / 1e9 / (3 * 4), rtol=1e-6)
+    np.testing.assert_allclose(trace.busy["update"], sum(durations) / 1e9 / (3 * 4), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

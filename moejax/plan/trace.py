@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -116,7 +117,9 @@ def read_trace(folder: str) -> Trace:
             f"{place}: no {HLO_FILE} and {STEPS_FILE} beside the trace, which say what its operations are; name a "
             "folder that 'moejax train --profile' wrote"
         ) from None
-    return _sum(ProfileData.from_file(str(files[-1])), text, about)
+    with warnings.catch_warnings():  # JAX's reader makes types without a module, which Python 3.12 does not like
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _sum(ProfileData.from_file(str(files[-1])), text, about)
 
 
 def _sum(data: Any, text: str, about: Mapping[str, Any]) -> Trace:
