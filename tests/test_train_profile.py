@@ -112,6 +112,7 @@ def test_the_trace_holds_every_scope_and_adds_up(run, capsys):
     assert json.loads(capsys.readouterr().out)["kinds"] == kinds
 
 
+@pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")  # of JAX's reader, on Python 3.12
 def test_each_instruction_is_summed_over_devices_and_steps(run):
     """By hand from the events, for the instructions of one scope."""
     from jax.profiler import ProfileData
