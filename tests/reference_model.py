@@ -58,9 +58,10 @@ def _attention(x, w, segments, positions, window, config, product):
     return product(jnp.concatenate(heads, 1), w["out"].reshape(-1, x.shape[1]))
 
 
-def _mlp(x, gate_up, down, product, weight=1.0):
+def _mlp(x, gate_up, down, product, weight=None):
     gate, up = (product(x, gate_up[:, i]) for i in range(2))
-    return product(jax.nn.sigmoid(gate) * gate * up * weight, down)
+    hidden = jax.nn.sigmoid(gate) * gate * up
+    return product(hidden if weight is None else hidden * weight, down)
 
 
 def _moe(x, w, valid, config, product):

@@ -42,7 +42,7 @@ def compiled_text(mesh: Mesh, exchange: str, top_k: int, backward: bool, remat: 
         return moe_layer(x, x, valid, *weights, config, make_exchange(config))[0]
 
     if remat != "none":
-        forward = jax.checkpoint(forward, policy=policy(remat))
+        forward = jax.checkpoint(forward, policy=policy(remat))  # type: ignore[arg-type]
 
     def both(*args):
         y, pullback = jax.vjp(forward, *args)

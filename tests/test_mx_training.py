@@ -90,7 +90,7 @@ def test_linear_sums_gradients_over_devices_in_a_checked_shard_map():
 
 
 def run_of(mesh, microbatches=1, gather="step", **options):
-    weights = WeightsConfig(gather, compute="mxfp8", **options)
+    weights = WeightsConfig(gather, compute="mxfp8", **options)  # type: ignore[arg-type]
     mesh = MeshConfig(**mesh)
     return tiny.config(microbatches=microbatches, mesh=mesh, model=MODEL, loss=LOSS, weights=weights)
 
@@ -196,7 +196,7 @@ def test_compiled_loops_carry_quantised_weights_alone():
     program = tiny.program(run)
     lowered = program.eval_step.lower(program.abstract_state.params, program.abstract_batch)
     assert "tensor<2x8x32x128xf8E4M3FN>" in lowered.as_text()  # gate and up
-    loops = [line for line in lowered.compile().as_text().splitlines() if " while(" in line]
+    loops = [line for line in str(lowered.compile().as_text()).splitlines() if " while(" in line]
     layers = [line.partition(" while(")[0] for line in loops if "u8[2,8,1,128]" in line]
     assert len(layers) == 1
     assert "f16[2,8,32,128]" in layers[0].replace("bf16", "")  # what XLA:CPU makes of float8

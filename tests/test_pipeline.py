@@ -93,7 +93,7 @@ def compiled(case: Case):
 def moved(case: Case) -> Counter:
     """Collectives of the compiled gradients: (kind, scope's head) to how often they run."""
     found: Counter = Counter()
-    for item in collectives(compiled(case).as_text()):
+    for item in collectives(str(compiled(case).as_text())):
         if item.group_size > 1:
             where = next((s for s in ("gather", "reduce", "dispatch", "combine", "pipeline") if s in item.scope), "")
             found[item.kind, where] += item.tensors
@@ -136,7 +136,9 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches_that_of_gpipe_does():
         )
         program = tiny.program(run)
         lowered = jax.jit(program.gradients).lower(program.abstract_state.params, program.abstract_batch)
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+        memory = lowered.compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     small, large = (temporaries(m, "1f1b") for m in (8, 64))
     assert abs(large / small - 1) < 0.05, (small, large)

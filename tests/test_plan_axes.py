@@ -8,6 +8,7 @@ import tiny
 
 from moejax.config import Config, ContextConfig, LayerGroup, LayerSpec, MeshConfig, PipelineConfig, RematConfig
 from moejax.plan.compile import compile_step
+from moejax.plan.cost import step_cost
 from moejax.plan.moves import (
     CLASSES,
     CONTEXT_CLASS,
@@ -84,3 +85,11 @@ def test_bubble_and_ticks(stages: int, virtual: int, microbatches: int) -> None:
     assert bubble(run) == pytest.approx((stages - 1) / (virtual * microbatches + stages - 1))
     assert ticks(run) == (virtual * microbatches + stages - 1,) * 2
     assert (bubble(configuration(4)), ticks(configuration(4))) == (0.0, (4, 4))
+
+
+def test_mfu_of_a_pipeline_is_its_share_of_model_time() -> None:
+    run = configuration(4, stage=2, expert=2)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bfloat16"))
+    cost = step_cost(run, tensors(run), read_target("v5p"))
+    assert cost.taxes["pipeline"] > 0
+    assert cost.mfu == pytest.approx(cost.model / cost.step)

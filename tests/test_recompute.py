@@ -29,10 +29,12 @@ def steps():
         program = tiny.program(run(name))
         params, batch = program.init(0).params, program.put(tiny.batch(program.config))
         compiled = jax.jit(program.gradients).lower(params, batch).compile()
-        crossings = sum(c.tensors for c in collectives(compiled.as_text()) if c.kind == "all-to-all")
+        crossings = sum(c.tensors for c in collectives(str(compiled.as_text())) if c.kind == "all-to-all")
+        memory = compiled.memory_analysis()
+        assert memory is not None
         found[name] = (
             jax.device_get(compiled(params, batch)[0]),
-            compiled.memory_analysis().temp_size_in_bytes,
+            memory.temp_size_in_bytes,
             crossings,
         )
     return found

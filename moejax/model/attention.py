@@ -34,7 +34,8 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary positions and optional QK norm; heads may be sharded over devices."""
 
     def __init__(self, run: Config, window: int | None):
-        config, self.context = run.model, (run.mesh.context, run.context.attention)
+        config = run.model
+        self.context, self.how = run.mesh.context, run.context
         self.axes, self.kv_axes = compute_axes(run, "heads"), compute_axes(run, "kv_heads")
         a, width = config.attention, config.d_model
         out_std = config.init_std / (2 * config.num_layers) ** 0.5
@@ -59,7 +60,7 @@ class Attention(nnx.Module):
     @property
     def apart(self) -> bool:
         """Whether it needs no other device."""
-        return self.context[0] == 1 and not self.axes
+        return self.context == 1 and not self.axes
 
     def _norm(self, norm: RMSNorm, x_BSHd: jax.Array) -> jax.Array:
         if self.config.qk_norm == "head":
@@ -83,7 +84,7 @@ class Attention(nnx.Module):
         k = rotary(k, tokens.positions, self.config.rope_theta)
         k, v = (self._of_heads(a, q.shape[2]) for a in (k, v))
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
-        y = context_attention(q, k, v, tokens.segments, self.window, CONTEXT, *self.context)
+        y = context_attention(q, k, v, tokens.segments, self.window, CONTEXT, self.context, self.how.attention)
         y_BSD = linear(y, self.out[...], contract=2)
         with jax.named_scope("tensor"):
             return lax.psum(y_BSD, self.axes) if self.axes else y_BSD

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import Config, ModelConfig
+from moejax.config.parallel import RematPolicy
 from moejax.model.attention import RMSNorm
 from moejax.model.block import Block
 from moejax.model.parameters import Abstract, weight
@@ -42,7 +43,8 @@ class Group:
 
     def __init__(self, config: Config, index: int):
         group = config.model.layers[index]
-        self.repeat, self.remat = group.repeat, config.remat.of(index)
+        self.repeat = group.repeat
+        self.remat: RematPolicy = config.remat.of(index)
         self.gathers = config.weights.gather == "layer"
         self.blocks = {str(i): Abstract(Block(config, spec)) for i, spec in enumerate(group.pattern)}
 
@@ -65,7 +67,7 @@ class Group:
         return x_BSD, jax.tree.map(lambda *s: jnp.stack(s), *found) if found else None
 
     def recomputed(self, function: Callable[..., Any], always: bool = False) -> Callable[..., Any]:
-        """`function` under the recomputation policy; `always`: under that of `none` too, so that no weight is kept twice."""
+        """`function` under the recomputation policy; `always`: `none` is one too, and keeps no weight twice."""
         if self.remat == "none" and not always:
             return function
         return jax.checkpoint(function, policy=policy(self.remat), prevent_cse=False)

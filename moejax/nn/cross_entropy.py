@@ -46,7 +46,7 @@ def _chunk_loss(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(x_TD: jax.Array, head_DV: jax.Array, target_T: jax.Array, valid_T: jax.Array, axes: Axes) -> jax.Array:
     chunks = _chunks(x_TD, target_T, valid_T)
-    return jnp.sum(lax.map(lambda chunk: _chunk_loss(chunk[0], head_DV, *chunk[1:], axes)[0], chunks))
+    return jnp.sum(lax.map(lambda chunk: _chunk_loss(chunk[0], head_DV, chunk[1], chunk[2], axes)[0], chunks))
 
 
 def _forward(x_TD, head_DV, target_T, valid_T, axes):  # type: ignore[no-untyped-def]

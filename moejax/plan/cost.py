@@ -104,8 +104,7 @@ def step_cost(config: Config, tensors: Sequence[Tensor], target: Target) -> Cost
     mesh = config.mesh
     if mesh.stage > 1:
         work = flops / peak + taxes["routing"] + taxes["compute efficiency"] + taxes["recomputation"]
-        share = bubble(config)
-        waiting = work * unevenness(config) / (1 - share) - work
+        waiting = work * unevenness(config) / (1 - bubble(config)) - work
         taxes["pipeline"] = waiting + wire(PIPELINE) + (0.0 if mesh.model > 1 else wire(VOCABULARY))
     if mesh.context > 1:
         taxes["context"] = wire(CONTEXT_CLASS)

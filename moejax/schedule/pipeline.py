@@ -244,6 +244,6 @@ class Pipeline:
                 )
             return carry | {"ce": carry["ce"] + ce, "x": self._send(y, 1)}, None
 
-        stop = sum(self.table.columns["forward_valid"].any(axis=1))
-        carry, _ = lax.scan(tick, self._start(self._empty_statistics()), self._rows(Phase(0, int(stop), True, False)))
+        stop = max(phase.stop for phase in self.table.phases() if phase.forward)
+        carry, _ = lax.scan(tick, self._start(self._empty_statistics()), self._rows(Phase(0, stop, True, False)))
         return carry["ce"], carry["statistics"]

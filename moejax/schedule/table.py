@@ -12,6 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+HALVES = ("forward", "backward")
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -65,8 +67,7 @@ class Table:
 
     def phases(self) -> Iterator[Phase]:
         """Yield the ticks in runs that do the same kind of work."""
-        kinds = [tuple(self.columns[f"{half}_valid"].any(axis=1)) for half in ("forward", "backward")]
-        kinds = list(zip(*kinds, strict=True))
+        kinds = [tuple(self.columns[f"{half}_valid"][t].any() for half in HALVES) for t in range(self.num_ticks)]
         start = 0
         for tick in range(1, self.num_ticks + 1):
             if tick == self.num_ticks or kinds[tick] != kinds[start]:
@@ -78,7 +79,7 @@ class Table:
 
         For 1f1b and gpipe it is (S - 1) / (v M + S - 1) when S divides M (report section 6).
         """
-        busy = [self.columns[f"{half}_valid"] for half in ("forward", "backward")]
+        busy = [self.columns[f"{half}_valid"] for half in HALVES]
         work = busy[0] * forward + busy[1] * backward
         return 1.0 - float(work.sum() / (work.max(axis=1).sum() * self.stages))
 
