@@ -51,7 +51,7 @@ def _scatter_dims(g: jax.Array, layout: Layout) -> jax.Array:
     for dim, axes in enumerate(layout.gathered):
         if axes:
             rest = g.shape[dim + 1 :]
-            if "head_dim" in layout.dims[dim + 1 :]:  # XLA for TPU scatters [D, H x d], but all-reduces [D, H, d]
+            if len(rest) > 1:  # XLA for TPU scatters [D, H x d], but all-reduces [D, H, d]
                 g = g.reshape(*g.shape[: dim + 1], -1)
             g = lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
             g = g.reshape(*g.shape[: dim + 1], *rest)
