@@ -153,7 +153,7 @@ def test_formula_agrees_with_many_compiled_steps(data, expert, gather, microbatc
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'moejax[tpu]'")
-@pytest.mark.parametrize("case", [0, 2, 4, 6, 8, 10, 13, 14])
+@pytest.mark.parametrize("case", [0, 1, 2, 3, 4, 5, 6, 10, 12, 13, 14, 15, 16])  # of `gather` XLA merges small sums
 def test_formula_agrees_with_steps_compiled_for_tpu(case) -> None:
     data, expert, gather, microbatches, remat, moe = MANY[case]
     remats = RematConfig(remat)  # type: ignore[arg-type]
