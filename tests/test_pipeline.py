@@ -17,6 +17,8 @@ from pipeline_cases import Case
 from moejax.config import LayerGroup, LayerSpec, MeshConfig, PipelineConfig, RematConfig, TrainConfig, WeightsConfig
 from moejax.errors import UserError
 from moejax.plan.hlo import collectives
+from moejax.plan.moves import COMBINE, DISPATCH, GATHER, PIPELINE, REDUCE, compiled_traffic
+from moejax.plan.report import mesh_of
 from moejax.schedule.table import make_table
 from moejax.stages import plan_stages
 
@@ -91,12 +93,10 @@ def compiled(case: Case):
 
 
 def moved(case: Case) -> Counter:
-    """Collectives of the compiled gradients: (kind, scope's head) to how often they run."""
+    """Collectives of the compiled gradients: (class, kind) to how often they run."""
     found: Counter = Counter()
-    for item in collectives(str(compiled(case).as_text())):
-        if item.group_size > 1:
-            where = next((s for s in ("gather", "reduce", "dispatch", "combine", "pipeline") if s in item.scope), "")
-            found[item.kind, where] += item.tensors
+    for move in compiled_traffic(collectives(str(compiled(case).as_text())), mesh_of(case.config)):
+        found[move.name, move.kind] += move.tensors
     return found
 
 
@@ -112,26 +112,19 @@ def test_one_message_a_half_tick_and_weights_move_once(counted):
     for microbatches, found in counted.items():
         c = make_table(2, microbatches, 2, "1f1b").columns
         forward, backward = (int(c[f"{half}_valid"].any(axis=1).sum()) for half in ("forward", "backward"))
-        assert found["collective-permute", "pipeline"] == forward + backward
-        for scope in ("dispatch", "combine"):  # forward, and its adjoint: recomputation repeats none
-            assert found["all-to-all", scope] == slots * (forward + backward)
-    for kind in ("all-gather", "all-to-all", "reduce-scatter"):
-        for scope in ("gather", "reduce"):
-            assert counted[4][kind, scope] == counted[8][kind, scope]
-    sharded = sum(any(layout.gathered) for layout in leaves(tiny.program(case.config).layouts))
-    assert counted[8]["all-gather", "gather"] == counted[8]["reduce-scatter", "reduce"] == sharded > 5
-
-
-def leaves(layouts) -> list:
-    return jax.tree.leaves(layouts, is_leaf=lambda x: hasattr(x, "storage_spec"))
+        assert found[PIPELINE, "collective-permute"] == forward + backward
+        for name in (DISPATCH, COMBINE):  # forward, and its adjoint: recomputation repeats none
+            assert found[name, "all-to-all"] == slots * (forward + backward)
+    for key in [(GATHER, "all-gather"), (GATHER, "all-to-all"), (REDUCE, "reduce-scatter"), (REDUCE, "all-to-all")]:
+        assert counted[4][key] == counted[8][key] > 5
 
 
 def test_memory_of_1f1b_does_not_grow_with_microbatches_that_of_gpipe_does():
     def temporaries(microbatches: int, schedule: str) -> int:
-        case = Case(microbatches, 2, schedule, layers=4, remat="full")
+        run = Case(1, 2, schedule, layers=4, remat="full").config
         run = dataclasses.replace(
-            case.config,
-            data=dataclasses.replace(case.config.data, batch_size=2 * microbatches, sequence_length=64),
+            run,
+            data=dataclasses.replace(run.data, batch_size=2 * microbatches, sequence_length=64),
             train=TrainConfig(steps=2, microbatches=microbatches),
         )
         program = tiny.program(run)
