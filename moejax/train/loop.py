@@ -124,6 +124,7 @@ class Session:
                 batch = self.program.put(batch)
             if self.tracer.starts(step):
                 with host("pause"), self.guard.pause("the trace"):
+                    jax.block_until_ready(self.state)
                     self.tracer.start(train_step.as_text(), self.program.mesh)
             with host("dispatch"), self.tracer.step(step):
                 self.state, metrics = train_step(self.state, batch)
@@ -131,6 +132,7 @@ class Session:
                 self.guard.push(step, metrics["bad_streak"], metrics["tokens"])
             if self.tracer.stops(step):
                 with host("pause"), self.guard.pause("the trace"):
+                    jax.block_until_ready(self.state)
                     self.report.say(self.tracer.stop())
             evaluate = step == total or step % every.eval.every == 0
             if evaluate or step % every.log.every == 0:
