@@ -153,7 +153,9 @@ def _backward(activation: Activation, backends: Backends, residuals, grad):
     if index is not None:
         total = jnp.zeros_like(lhs, jnp.float32).at[_source(index, group_sizes)].add(grad_lhs.astype(jnp.float32))
         grad_lhs = total.astype(lhs.dtype)
-    return grad_lhs, grad_up, grad_down, None, None if scale is None else grad_scale.astype(scale.dtype), None
+    if grad_scale is not None:
+        grad_scale = grad_scale.astype(scale.dtype)
+    return grad_lhs, grad_up, grad_down, None, grad_scale, None
 
 
 _expert_ffn.defvjp(_forward, _backward)

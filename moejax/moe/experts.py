@@ -54,11 +54,11 @@ def experts(
     weight = None if weight_on_input else weight_R
     if weight_on_input:
         rows_RD = _weighted(rows_RD, weight_R)
-    matrices = weights.gate_up, weights.down
-    if weights.gate_up_bias is None and not any(isinstance(matrix, MXWeight) for matrix in matrices):
-        out = expert_ffn(rows_RD, *matrices, sizes_e, weight, activation=ACTIVATIONS[activation])
+    up, down = weights.gate_up, weights.down
+    if weights.gate_up_bias is not None or isinstance(up, MXWeight) or isinstance(down, MXWeight):
+        out = _product(_hidden(rows_RD, weight, sizes_e, weights, activation), down, sizes_e)
     else:
-        out = _product(_hidden(rows_RD, weight, sizes_e, weights, activation), weights.down, sizes_e)
+        out = expert_ffn(rows_RD, up, down, sizes_e, weight, activation=ACTIVATIONS[activation])
     if weights.down_bias is not None:
         bias = _of_rows(weights.down_bias, sizes_e, out.shape[0])
         if not weight_on_input:
