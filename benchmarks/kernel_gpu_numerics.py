@@ -23,11 +23,22 @@ from moejax.nn.activations import ACTIVATIONS
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
 SHAPES = [(1000, 384, 320, 7), (900, 200, 136, 1), (1200, 128, 256, 257)]
+MOSAIC_SHAPES = [(1000, 384, 256, 7), (900, 256, 128, 1), (1200, 128, 256, 257)]  # K and N are multiples of tiles
 WAYS = {
     "table": None,
     "tiles 64x128x64": Kernel("gpu", Tiles(64, 128, 64, 4, 3)),
     "reverse": Kernel("gpu", Tiles(64, 64, 32, 4, 3), reverse=True),
+    "mosaic": Kernel("mosaic"),
+    "mosaic reverse": Kernel("mosaic", reverse=True),
 }
+
+
+def shapes(way: str, dtype: str) -> list[tuple[int, int, int, int]]:
+    """What a way is checked on. Mosaic kernels are for Hopper and multiply bfloat16 alone."""
+    if not way.startswith("mosaic"):
+        return SHAPES
+    hopper = getattr(jax.devices()[0], "compute_capability", "").startswith("9.")
+    return MOSAIC_SHAPES if hopper and dtype == "bfloat16" else []
 
 
 def worst_errors(way: str, shape: tuple[int, int, int, int], dtype: str) -> dict[str, float]:
@@ -115,7 +126,7 @@ def main() -> int:
         checks = [
             (f"{way} {shape}", lambda w=way, s=shape, d=dtype: worst_errors(w, s, d))
             for way in WAYS
-            for shape in SHAPES
+            for shape in shapes(way, dtype)
         ]
         checks.append(("expert ffn", lambda d=dtype: ffn_errors(d)))
         for name, check in checks:

@@ -39,7 +39,7 @@ def _mesh(chip: str) -> jax.sharding.Mesh:
     return topologies.make_mesh(topology, (2,), ("expert",))
 
 
-def _compile(chip: str, shape: tuple[int, int, int, int], dtype) -> int:
+def _compile(chip: str, shape: tuple[int, int, int, int], dtype, backend: str | None = None) -> int:
     """Compile forward and gradients for one shard of every device, recomputed; return bytes of scratch memory."""
     m, k, n, groups = shape
     mesh = _mesh(chip)
@@ -47,7 +47,7 @@ def _compile(chip: str, shape: tuple[int, int, int, int], dtype) -> int:
     def struct(first: int, *dims: int, dtype=dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((first * mesh.size, *dims), dtype, sharding=NamedSharding(mesh, P("expert")))
 
-    forward = jax.checkpoint(grouped_matmul)
+    forward = jax.checkpoint(functools.partial(grouped_matmul, backend=backend))
 
     def step(lhs, rhs, sizes, grad):
         out, pullback = jax.vjp(lambda lhs, rhs: forward(lhs, rhs, sizes), lhs, rhs)
@@ -68,6 +68,11 @@ def _compile(chip: str, shape: tuple[int, int, int, int], dtype) -> int:
 @pytest.mark.parametrize("chip", ["h200", "b200"])
 def test_all_directions_compile_without_scratch_that_grows(chip, shape):
     assert _compile(chip, shape, jnp.bfloat16) < 1 << 20
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_mosaic_compiles_for_hopper(shape):
+    assert _compile("h200", shape, jnp.bfloat16, "mosaic") < 1 << 20
 
 
 @pytest.mark.parametrize("chip", ["h200"])
