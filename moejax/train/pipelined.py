@@ -13,6 +13,7 @@ from moejax.config import Config
 from moejax.model.decoder import Decoder, Params, Sums
 from moejax.model.tokens import Tokens
 from moejax.moe.statistics import Statistics
+from moejax.ordering import after
 from moejax.schedule.pipeline import Parts, Pipeline
 from moejax.schedule.table import make_table
 from moejax.sharding import place_layers
@@ -43,7 +44,11 @@ class Pipelined:
 
     def gradients(self) -> tuple[Params, Sums]:
         """Float32 gradients of the compute weights, and sums over microbatches, equal on all stages."""
-        ends, groups, ce, statistics = self._pipeline(self._ahead()).gradients()
+        ahead = self._ahead()
+        if ahead:
+            routes = sum(jnp.sum(requested) for requested in ahead.values())
+            self.microbatches = after(lax.psum(routes, STAGE), self.microbatches)
+        ends, groups, ce, statistics = self._pipeline(ahead).gradients()
         return {**ends, **groups}, Sums(ce, self._all_layers(statistics))
 
     def cross_entropy(self) -> jax.Array:
