@@ -61,7 +61,7 @@ def evaluate(config: Config, target: Target, change: tuple[str, ...] = ()) -> Ca
     """Estimate one configuration."""
     found = tensors(config)
     limit = int(HEADROOM * target.memory * target.share(config.mesh.size))
-    return Candidate(change, config, step_cost(config, found, target), memory(config, found), limit)
+    return Candidate(change, config, step_cost(config, found, target), memory(config, found, target.platform), limit)
 
 
 def changed(config: Config, changes: dict[str, object]) -> Config | None:
