@@ -27,7 +27,9 @@ def configuration(mesh: MeshConfig, layers: tuple[LayerGroup, ...], remat: str, 
         mesh=mesh,
         remat=RematConfig(remat),  # type: ignore[arg-type]
         train=dataclasses.replace(run.train, microbatches=turns),
-        data=dataclasses.replace(run.data, batch_size=2 * mesh.data * mesh.expert * turns, sequence_length=64 * mesh.context),
+        data=dataclasses.replace(
+            run.data, batch_size=2 * mesh.data * mesh.expert * turns, sequence_length=64 * mesh.context
+        ),
         **sections,
     )
 
