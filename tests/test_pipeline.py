@@ -20,7 +20,6 @@ from moejax.errors import UserError
 from moejax.plan.hlo import collectives
 from moejax.plan.moves import COMBINE, DISPATCH, GATHER, PIPELINE, REDUCE, compiled_traffic
 from moejax.plan.report import mesh_of
-from moejax.schedule import pipeline
 from moejax.schedule.table import make_table
 from moejax.stages import plan_stages
 
@@ -123,16 +122,33 @@ def test_one_message_a_half_tick_and_weights_move_once(counted):
 
 @pytest.mark.parametrize(
     "case",
-    [Case(1, 2, virtual=2), Case(2, 2, scope="global_batch")],
-    ids=["phases of one tick", "counts of the step"],
+    [
+        Case(1, 2, virtual=2, layers=8),
+        pytest.param(Case(2, 2, layers=6, mesh=(("model", 2), ("expert", 2))), marks=pytest.mark.slow),
+        pytest.param(
+            Case(2, 2, layers=6, scope="global_batch", context="ring", mesh=(("context", 2), ("expert", 2))),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["phases of one tick", "tensor parallelism", "counts of the step and a ring"],
 )
-def test_data_orders_all_reduces_of_branches(case):
+def test_data_orders_what_is_exchanged(case):
     assert unordered(str(compiled(case).as_text())) == set()
 
 
-def test_a_branch_beside_an_all_reduce_is_found(monkeypatch):
-    monkeypatch.setattr(pipeline, "after", lambda done, tree: tree)
-    assert unordered(str(compiled(Case(1, 2, virtual=2)).as_text()))
+def test_loops_and_branches_that_nothing_orders_are_found():
+    text = """%a (p: f32[2]) -> f32[2] {
+  ROOT %x.1 = f32[2] all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+}
+ENTRY %main (p: f32[2], q: s32[]) -> f32[2] {
+  %c.1 = f32[2] conditional(%q, %p, %p), branch_computations={%a, %b}
+  %w.1 = f32[2] while(%c.1), condition=%k, body=%a
+  %r.1 = f32[2] all-reduce(OPERAND), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+    assert unordered(text.replace("OPERAND", "%w.1")) == set()
+    assert unordered(text.replace("OPERAND", "%c.1")) == {("all-reduce", "w.1", "r.1")}
+    assert unordered(text.replace("OPERAND", "%p")) == {("all-reduce", "c.1", "r.1"), ("all-reduce", "w.1", "r.1")}
 
 
 def test_memory_of_1f1b_does_not_grow_with_microbatches_that_of_gpipe_does():

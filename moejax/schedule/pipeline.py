@@ -149,7 +149,7 @@ class Pipeline:
         last = (self.stage == self.table.stages - 1) & (row["backward_chunk"] == self.table.virtual - 1)
         dy = jnp.where(last, _at(carry["dhead"], row["grad_slot"]), carry["dx"])
         dy = jnp.where(valid, dy, jnp.zeros_like(dy))
-        microbatch, stash = self._microbatch(row["backward_microbatch"]), _at(carry["stash"], row["backward_slot"])
+        microbatch = self._microbatch(after(carry["ce"], row["backward_microbatch"]))
         grads = dict(carry["groups"])
         for name in reversed(list(self.parts.layer)):
             width = self.parts.per_chunk[name]
@@ -164,7 +164,9 @@ class Pipeline:
                 total = jax.tree.map(lambda t, g: t.at[place].add(g.astype(t.dtype)), total, dw)
                 return (dx, total), None
 
-            (dy, grads[name]), _ = lax.scan(one, (dy, grads[name]), (jnp.arange(width), stash[name]), reverse=True)
+            slot = after(dy[0, 0, 0], row["backward_slot"])  # what is exchanged again waits for its turn too
+            saved = _at(carry["stash"][name], slot)
+            (dy, grads[name]), _ = lax.scan(one, (dy, grads[name]), (jnp.arange(width), saved), reverse=True)
         first = (self.stage == 0) & (row["backward_chunk"] == 0) & valid
 
         @jax.named_scope("embed")

@@ -84,6 +84,11 @@ class Layout:
         return tuple(tuple(axis for axis in axes if axis != STAGE) for axes in self.extra)
 
     @property
+    def loops(self) -> bool:
+        """Whether its layers go to their stages in several turns, one slot at a time."""
+        return bool(self.slots) and self.stage_dim is not None and len(self.slots[0]) > 1
+
+    @property
     def stage_dim(self) -> int | None:
         """The dim that storage shards over the stage; None if none."""
         return next((dim for dim, axes in enumerate(self.extra) if STAGE in axes), None)
