@@ -113,6 +113,11 @@ class ModelConfig:
         return tuple(spec for group in self.layers for _ in range(group.repeat) for spec in group.pattern)
 
     @property
+    def training_specs(self) -> tuple[LayerSpec, ...]:
+        """The same, and behind them the layers of multi-token prediction."""
+        return self.specs + self.specs[-1:] * self.mtp
+
+    @property
     def num_layers(self) -> int:
         """Number of layers."""
         return len(self.specs)
@@ -124,5 +129,5 @@ class ModelConfig:
 
     @property
     def num_routers(self) -> int:
-        """Number of layers with routed experts in training: those of multi-token prediction as well."""
-        return self.num_moe_layers + (self.mtp if self.specs[-1].ffn == "moe" else 0)
+        """Number of layers with routed experts, with those of multi-token prediction."""
+        return sum(spec.ffn == "moe" for spec in self.training_specs)

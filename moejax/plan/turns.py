@@ -45,13 +45,16 @@ def ticks(config: Config) -> tuple[int, int]:
 
 
 def runs(config: Config) -> Iterator[Run]:
-    """Every layer of every pattern."""
+    """Every layer of every pattern, and that of the modules of multi-token prediction."""
     forward, backward = ticks(config)
     for index, group in enumerate(config.model.layers):
         slots = plan_stages(config).per_chunk[index] if config.mesh.stage > 1 else group.repeat
         for place, spec in enumerate(group.pattern):
             last = place == len(group.pattern) - 1
             yield Run(spec, config.remat.of(index), last, forward * slots, backward * slots)
+    if modules := config.model.mtp:  # a norm comes after the layer, so it is not the last of what is recomputed
+        policy = config.remat.of(len(config.model.layers) - 1)
+        yield Run(config.model.specs[-1], policy, False, forward * modules, backward * modules)
 
 
 def bubble(config: Config) -> float:
