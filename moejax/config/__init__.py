@@ -182,7 +182,9 @@ class Config:
         require(not idle, "loss.mtp_weight", weight, "left out: model.mtp=0")
         length = self.data.sequence_length // self.mesh.context
         require(modules < length, "model.mtp", modules, f"less than the {length} tokens of a sequence on one device")
-        require(not modules or self.mesh.stage == 1, "model.mtp", modules, "0 with mesh.stage")
+        rows = self.data.batch_size // (self.mesh.group(BATCH_AXES) * self.train.microbatches)
+        shared = not modules or rows % self.mesh.stage == 0
+        require(shared, "model.mtp", modules, f"0, or mesh.stage a divisor of the {rows} sequences of a microbatch")
 
     def _check_moe(self) -> None:
         model, shards = self.model.moe, self.expert_ranks

@@ -89,7 +89,7 @@ class Decoder:
         for name, group in self.groups.items():
             x_BSD, statistics = group.apply(weights[name], x_BSD, tokens, partial(gather_layer, name))
             found.append(statistics)
-        return x_BSD, _joined(found)
+        return x_BSD, joined(found)
 
     def norm(self, weights: Params, x_BSD: jax.Array) -> jax.Array:
         """Final hidden states, ready for the head."""
@@ -102,7 +102,7 @@ class Decoder:
 
         Args:
             weights: Compute weights.
-            x_BSD: What the last layer of the model returns.
+            x_BSD: What the last layer of the model returns; with pipeline stages, on all of them.
             batch: The batch that it is of.
             gather_layer: As in `sums`.
         """
@@ -158,10 +158,10 @@ class Decoder:
         if self.mtp is None:
             return Sums(ce, statistics)
         mtp, later = self.ahead(weights, x_BSD, batch, gather_layer)
-        return Sums(ce, _joined([statistics, later]), mtp)
+        return Sums(ce, joined([statistics, later]), mtp)
 
 
-def _joined(found: Sequence[Statistics | None]) -> Statistics | None:
+def joined(found: Sequence[Statistics | None]) -> Statistics | None:
     """Statistics [L, ...] of all layers, from those of groups; None where there are none."""
     known = [statistics for statistics in found if statistics is not None]
     return jax.tree.map(lambda *s: jnp.concatenate(s), *known) if known else None

@@ -21,7 +21,8 @@ class Group:
     """A pattern of layers whose weights are stacked over its repetitions."""
 
     def __init__(self, config: Config, group: LayerGroup, remat: RematPolicy):
-        self.repeat, self.remat = group.repeat, remat
+        self.repeat = group.repeat
+        self.remat: RematPolicy = remat
         self.gathers = config.weights.gather == "layer"
         self.blocks = {str(i): Abstract(Block(config, spec)) for i, spec in enumerate(group.pattern)}
 

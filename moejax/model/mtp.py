@@ -5,6 +5,9 @@ layer like the model's last one; a norm of its own and the model's head then pre
 module reads what the last layer of the model returns, before the final norm. Embedding and head are the model's. A
 position counts as long as all of these tokens are in its document and row; where they are not, the token does not
 exist for the module: it is not routed, and has no loss.
+
+In a pipeline modules run where the head runs: at the tick in which a microbatch leaves the last stage, on all stages,
+each of which has the modules' weights and takes its share of the sequences.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from moejax.axes import CONTEXT
+from moejax.axes import CONTEXT, STAGE
 from moejax.config import Config, LayerGroup, ModelConfig
 from moejax.model.attention import RMSNorm
 from moejax.model.group import Group, Params
@@ -23,6 +26,7 @@ from moejax.model.parameters import Abstract, weight
 from moejax.model.tokens import Tokens
 from moejax.moe.statistics import Statistics
 from moejax.nn.linear import linear
+from moejax.varying import vary, varying_axes
 
 
 class Join(nnx.Module):
@@ -47,7 +51,7 @@ class Modules(Group):
     def __init__(self, config: Config):
         model = config.model
         super().__init__(config, LayerGroup(model.mtp, (model.specs[-1],)), config.remat.of(len(model.layers) - 1))
-        self.join = Abstract(Join(model))
+        self.join, self.stages = Abstract(Join(model)), config.mesh.stage
 
     def metadata(self, name: str) -> Params:
         """One metadata field of every parameter."""
@@ -67,7 +71,7 @@ class Modules(Group):
         positions: jax.Array,
         gather: Callable[[Params], Params],
     ) -> tuple[jax.Array, Statistics | None]:
-        """Run module after module.
+        """Run module after module. Arguments and results are the same on all pipeline stages, but for the weights.
 
         Args:
             weights: Stored weights of all modules.
@@ -80,6 +84,8 @@ class Modules(Group):
         Returns:
             Normed hidden states of each module [P, B, S, D], and statistics stacked over modules.
         """
+        x_BSD, positions = (self._share(a, 0) for a in (x_BSD, positions))
+        embedded_PBSD, segments_PBS = (self._share(a, 1) for a in (embedded_PBSD, segments_PBS))
 
         def one(x_BSD: jax.Array, step: tuple[Params, jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
             stored, embedded_BSD, segments = step
@@ -90,7 +96,26 @@ class Modules(Group):
 
         run = self.recomputed(one, always=self.gathers)
         _, (y_PBSD, statistics) = lax.scan(run, x_BSD, (weights, embedded_PBSD, segments_PBS))
-        return y_PBSD, jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), statistics)
+        statistics = jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), statistics)
+        if self.stages == 1:
+            return y_PBSD, statistics
+        with jax.named_scope("pipeline"):
+            return self._whole(y_PBSD, 1), lax.psum(statistics, STAGE)
+
+    def _share(self, a: jax.Array, axis: int) -> jax.Array:
+        """This stage's share of the sequences."""
+        if self.stages == 1:
+            return a
+        rows = a.shape[axis] // self.stages
+        with jax.named_scope("pipeline"):
+            return lax.dynamic_slice_in_dim(vary(a, [STAGE]), lax.axis_index(STAGE) * rows, rows, axis)
+
+    def _whole(self, a: jax.Array, axis: int) -> jax.Array:
+        """All sequences, from the shares of the stages: the sum of what is zero elsewhere is equal on all."""
+        rows = a.shape[axis]
+        shape = (*a.shape[:axis], rows * self.stages, *a.shape[axis + 1 :])
+        empty = vary(jnp.zeros(shape, a.dtype), varying_axes(a))
+        return lax.psum(lax.dynamic_update_slice_in_dim(empty, a, lax.axis_index(STAGE) * rows, axis), STAGE)
 
 
 def shifted(batch: Params, modules: int, context: int) -> Params:
@@ -113,6 +138,6 @@ def shifted(batch: Params, modules: int, context: int) -> Params:
         behind = jnp.zeros_like(first)
     length, arrays = arrays.shape[2], jnp.concatenate([arrays, behind], axis=2)
     found = jnp.stack([arrays[:, :, k : k + length] for k in range(1, modules + 1)], axis=1)
-    later = dict(zip(names, found, strict=True))
+    later: Params = dict(zip(names, found, strict=True))
     later["segments"] = jnp.where(later["segments"] == batch["segments"], later["segments"], 0)
     return later

@@ -43,21 +43,24 @@ class Pipeline:
     Args:
         parts: The model.
         table: The schedule.
-        ends: Weights of embedding, last norm and head.
+        ends: Weights of embedding, last norm and head, and others that the head reads.
         groups: Weights of each group of layers, stacked over this stage's slots.
         microbatches: Arrays [M, ...].
     """
 
     def __init__(self, parts: Parts, table: Table, ends: Tree, groups: Mapping[str, Tree], microbatches: Microbatch):
-        self.parts, self.table, self.ends, self.microbatches = parts, table, ends, microbatches
+        self.parts, self.table, self.microbatches = parts, table, microbatches
         self.groups, self.constants = split_constants(dict(groups))
+        self.ends, self.end_constants = split_constants(ends)
         self.stage = lax.axis_index(STAGE)
         self.residuals = {name: Residuals() for name in groups}
         self.live = {name: jnp.asarray(live)[self.stage] for name, live in parts.live.items()}
         x = jax.eval_shape(parts.embed, ends, self._microbatch(jnp.int32(0)))
         self.zero_x = vary(jnp.zeros(x.shape, x.dtype), EVERYWHERE)
-        self.zero_loss = vary(jnp.float32(0), TOKEN_AXES)
-        self.zero_ends = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying_axes(w)), ends)
+        self.like_x = vary(jnp.zeros(x.shape, x.dtype), TOKEN_AXES)
+        sums = jax.eval_shape(parts.head, ends, self.like_x, self._microbatch(jnp.int32(0)), None)[1]
+        self.zero_sums = jax.tree.map(lambda s: vary(jnp.zeros(s.shape, s.dtype), TOKEN_AXES), sums)
+        self.zero_ends = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying_axes(w)), self.ends)
 
     def _microbatch(self, index: jax.Array) -> Microbatch:
         return _at(self.microbatches, index)
@@ -104,10 +107,9 @@ class Pipeline:
         return x, saved, statistics
 
     def _forward(self, carry: Tree, row: Tree, keep: bool) -> tuple[Tree, jax.Array]:
-        like = vary(jnp.zeros(self.zero_x.shape, self.zero_x.dtype), TOKEN_AXES)
         with jax.named_scope("embed"):
             microbatch = self._microbatch(row["embed_microbatch"])
-            embedded = _when(row["embed_valid"], self.parts.embed, like, self.ends, microbatch)
+            embedded = _when(row["embed_valid"], self.parts.embed, self.like_x, self.ends, microbatch)
         first = (self.stage == 0) & (row["forward_chunk"] == 0)
         x = jnp.where(first, embedded, carry["x"])
         y, saved, statistics = self._layers(row, x, carry["statistics"], keep)
@@ -126,19 +128,20 @@ class Pipeline:
         keys = self.parts.head_keys
 
         def run(y: jax.Array) -> Any:
-            def loss(read: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-                return self.parts.head(self.ends | read, x, microbatch)
+            def loss(read: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
+                weights = merge(self.ends | read, self.end_constants)
+                return self.parts.head(weights, x, microbatch, carry["sums"])
 
             read = {key: self.ends[key] for key in keys}
-            (_, ce), (dread, dx) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(read, self._last(y))
-            return ce, jax.tree.map(lambda g: g.astype(jnp.float32), dread), dx
+            (_, sums), (dread, dx) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(read, self._last(y))
+            return sums, jax.tree.map(lambda g: g.astype(jnp.float32), dread), dx
 
-        like_x = vary(jnp.zeros(self.zero_x.shape, self.zero_x.dtype), TOKEN_AXES)
-        like = (self.zero_loss, {key: self.zero_ends[key] for key in keys}, like_x)
+        like = (self.zero_sums, {key: self.zero_ends[key] for key in keys}, self.like_x)
         with jax.named_scope("head"):
-            ce, dread, dx = _when(row["head_valid"], run, like, y)
+            sums, dread, dx = _when(row["head_valid"], run, like, y)
         grads = carry["ends"] | jax.tree.map(jnp.add, {key: carry["ends"][key] for key in keys}, dread)
-        return carry | {"ce": carry["ce"] + ce, "ends": grads, "dhead": _put(carry["dhead"], row["head_slot"], dx)}
+        sums = jax.tree.map(jnp.add, carry["sums"], sums)
+        return carry | {"sums": sums, "ends": grads, "dhead": _put(carry["dhead"], row["head_slot"], dx)}
 
     # Backward
 
@@ -188,7 +191,7 @@ class Pipeline:
         return {key: value if value.ndim == 0 else value[self.stage] for key, value in row.items()}
 
     def _start(self, statistics: Tree) -> Tree:
-        return {"x": self.zero_x, "statistics": statistics, "ce": self.zero_loss}
+        return {"x": self.zero_x, "statistics": statistics, "sums": self.zero_sums}
 
     def _empty_statistics(self) -> Tree:
         """Zeros for each group's statistics, [slots, ...]."""
@@ -200,8 +203,8 @@ class Pipeline:
             found[name] = self._zeros(kind, slots)
         return found
 
-    def gradients(self) -> tuple[Tree, Mapping[str, Tree], jax.Array, Tree]:
-        """Float32 gradients of ends and of groups, cross-entropy, and statistics of this stage's slots."""
+    def gradients(self) -> tuple[Tree, Mapping[str, Tree], Tree, Tree]:
+        """Float32 gradients of ends and of groups, sums of the head, and statistics of this stage's slots."""
         carry = self._start(self._empty_statistics())
         carry |= {"dx": self.zero_x, "ends": self.zero_ends}
         carry["groups"] = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying_axes(w)), self.groups)
@@ -226,24 +229,21 @@ class Pipeline:
                 return carry, None
 
             carry, _ = lax.scan(tick, carry, self._rows(phase))
-        return carry["ends"], carry["groups"], carry["ce"], carry["statistics"]
+        return carry["ends"], carry["groups"], carry["sums"], carry["statistics"]
 
-    def forward(self) -> tuple[jax.Array, Tree]:
-        """Cross-entropy, and statistics of this stage's slots, without gradients."""
+    def forward(self) -> tuple[Tree, Tree]:
+        """Sums of the head, and statistics of this stage's slots, without gradients."""
 
         def tick(carry: Tree, row: Tree) -> tuple[Tree, None]:
             row = self._row(row)
             carry, y = self._forward(carry, row, keep=False)
             microbatch = self._microbatch(row["head_microbatch"])
             with jax.named_scope("head"):
-                ce = _when(
-                    row["head_valid"],
-                    lambda y: self.parts.head(self.ends, self._last(y), microbatch)[1],
-                    self.zero_loss,
-                    y,
-                )
-            return carry | {"ce": carry["ce"] + ce, "x": self._send(y, 1)}, None
+                weights = merge(self.ends, self.end_constants)
+                head = lambda y: self.parts.head(weights, self._last(y), microbatch, carry["sums"])[1]  # noqa: E731
+                sums = _when(row["head_valid"], head, self.zero_sums, y)
+            return carry | {"sums": jax.tree.map(jnp.add, carry["sums"], sums), "x": self._send(y, 1)}, None
 
         stop = max(phase.stop for phase in self.table.phases() if phase.forward)
         carry, _ = lax.scan(tick, self._start(self._empty_statistics()), self._rows(Phase(0, stop, True, False)))
-        return carry["ce"], carry["statistics"]
+        return carry["sums"], carry["statistics"]
