@@ -72,6 +72,9 @@ def _vocabulary(config: Config) -> Iterator[Found]:
     if config.mesh.stage > 1:
         yield move((STAGE,), forward, hidden)
         yield move((STAGE,), backward, hidden)
+        if modules := config.model.mtp:  # shares of the sequences: results, gradients of hidden states and embeddings
+            for ahead in (modules, 1, modules):
+                yield move((STAGE,), forward, ahead * hidden)
     if not axes:
         return
     for ahead in filter(None, (1, config.model.mtp)):  # the model itself; all modules of multi-token prediction at once

@@ -76,6 +76,8 @@ def exchange_bytes(config: Config) -> int:
 def _activations(config: Config) -> tuple[int, int]:
     """Bytes of saved activations, and of one layer's; both grow with the sequences of a microbatch."""
     rows, _ = local_batch(config)
+    if config.mesh.stage > 1:  # the head runs its backward pass at once, and multi-token prediction with it
+        config = config.without_mtp
     alone = dataclasses.replace(
         config,
         run=RunConfig(),
