@@ -16,24 +16,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.kernels import grouped_matmul
+from moejax.kernels import expert_ffn
+from moejax.nn.activations import ACTIVATIONS
 
 ROUNDS = {"dense": 9, "grouped": 9, "ragged_dot": 2}
 
 
-def expert_ffn(matmul, x, gate_up, down):
-    """SwiGLU FFN with gate and up side by side."""
-    hidden = matmul(x, gate_up)
-    gate, up = jnp.split(hidden, 2, axis=-1)
-    return matmul(jax.nn.silu(gate) * up, down)
+def composed(matmul):
+    """SwiGLU FFN with gate and up side by side, of any matmul."""
+
+    def ffn(sizes, x, gate_up, down):
+        gate, up = jnp.split(matmul(sizes, x, gate_up), 2, axis=-1)
+        return matmul(sizes, jax.nn.silu(gate) * up, down)
+
+    return ffn
 
 
-def candidate(matmul):
+def grouped(sizes, x, gate_up, down):
+    """The trainer's expert FFN."""
+    up = gate_up.reshape(*gate_up.shape[:2], 2, -1)
+    return expert_ffn(x, up, down, sizes, activation=ACTIVATIONS["swiglu"], backend="cpu")
+
+
+def candidate(ffn):
     """Jitted forward and gradients of every operand."""
 
     @jax.jit
     def run(x, gate_up, down, sizes, cotangent):
-        out, pullback = jax.vjp(functools.partial(expert_ffn, functools.partial(matmul, sizes)), x, gate_up, down)
+        out, pullback = jax.vjp(functools.partial(ffn, sizes), x, gate_up, down)
         return out, *pullback(cotangent)
 
     return run
@@ -63,14 +73,14 @@ def measure(rows_per_group: int, groups: int, width: int, hidden: int, dtype, ra
     x, gate_up, down = (jnp.asarray(rng.standard_normal(s) / np.sqrt(s[-2]), dtype) for s in shapes)
     cotangent = jnp.asarray(rng.standard_normal((rows, width)), dtype)
     candidates = {
-        "dense": candidate(lambda sizes, x, w: x @ w),
-        "grouped": candidate(lambda sizes, x, w: grouped_matmul(x, w, sizes, backend="cpu")),
+        "dense": candidate(composed(lambda sizes, x, w: x @ w)),
+        "grouped": candidate(grouped),
     }
     full = x, gate_up, down, sizes, cotangent
     arguments = dict.fromkeys(candidates, full)
     arguments["dense"] = x[:live], gate_up[0], down[0], sizes, cotangent[:live]
     if ragged:
-        candidates["ragged_dot"] = candidate(lambda sizes, x, w: jax.lax.ragged_dot(x, w, sizes))
+        candidates["ragged_dot"] = candidate(composed(lambda sizes, x, w: jax.lax.ragged_dot(x, w, sizes)))
         arguments["ragged_dot"] = full
     best = fastest(candidates, arguments)
     gflop = 18 * live * width * hidden / 1e9

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import re
 from importlib import resources
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the plugin asks for a driver otherwise
@@ -14,9 +15,10 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.kernels import Backends, Kernel, gated_matmul, grouped_matmul, target
+from moejax.kernels import Backends, Kernel, expert_ffn, grouped_matmul, target
 from moejax.kernels.bench import grouped
 from moejax.kernels.tune import TILES
+from moejax.nn.activations import ACTIVATIONS, num_inner
 
 pytestmark = [
     pytest.mark.skipif(
@@ -37,7 +39,7 @@ def _mesh(chip: str) -> jax.sharding.Mesh:
     return topologies.make_mesh(topology, (2,), ("expert",))
 
 
-def _compile(chip: str, shape: tuple[int, int, int, int], dtype) -> int:
+def _compile(chip: str, shape: tuple[int, int, int, int], dtype, backend: str | None = None) -> int:
     """Compile forward and gradients for one shard of every device, recomputed; return bytes of scratch memory."""
     m, k, n, groups = shape
     mesh = _mesh(chip)
@@ -45,7 +47,7 @@ def _compile(chip: str, shape: tuple[int, int, int, int], dtype) -> int:
     def struct(first: int, *dims: int, dtype=dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((first * mesh.size, *dims), dtype, sharding=NamedSharding(mesh, P("expert")))
 
-    forward = jax.checkpoint(grouped_matmul)
+    forward = jax.checkpoint(functools.partial(grouped_matmul, backend=backend))
 
     def step(lhs, rhs, sizes, grad):
         out, pullback = jax.vjp(lambda lhs, rhs: forward(lhs, rhs, sizes), lhs, rhs)
@@ -68,34 +70,53 @@ def test_all_directions_compile_without_scratch_that_grows(chip, shape):
     assert _compile(chip, shape, jnp.bfloat16) < 1 << 20
 
 
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_mosaic_compiles_for_hopper(shape):
+    assert _compile("h200", shape, jnp.bfloat16, "mosaic") < 1 << 20
+
+
 @pytest.mark.parametrize("chip", ["h200"])
 def test_float32_compiles(chip):
     assert _compile(chip, (16384, 2048, 1024, 8), jnp.float32) < 1 << 20
 
 
-def test_fused_gate_and_up_compiles():
-    """Gather, two projections, SwiGLU and route weight in one kernel; the gathered copy is not made in forward."""
-    tokens, m, k, f, groups = 4096, 32768, 2048, 1024, 8
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "clamped_swiglu", "relu2"])
+def test_expert_ffn_compiles_fused(activation):
+    """Forward is two kernels and backward four; neither gathered rows (forward) nor the hidden rows' gradient exist."""
+    tokens, m, k, f, groups, inner = 4096, 32768, 2048, 1024, 8, num_inner(activation)
     mesh = _mesh("h200")
 
     def struct(first: int, *dims: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((first * mesh.size, *dims), dtype, sharding=NamedSharding(mesh, P("expert")))
 
+    def step(x, up, down, scale, sizes, index, grad):
+        def ffn(x, up, down, scale):
+            return expert_ffn(x, up, down, sizes, scale, index, activation=ACTIVATIONS[activation])
+
+        out, pullback = jax.vjp(ffn, x, up, down, scale)
+        return out, *pullback(grad)
+
     args = (
         struct(tokens, k),
-        struct(groups, k, 2 * f),
-        struct(groups, dtype=jnp.int32),
+        struct(groups, k, inner, f),
+        struct(groups, f, k),
         struct(m, dtype=jnp.float32),
+        struct(groups, dtype=jnp.int32),
         struct(m, dtype=jnp.int32),
+        struct(m, k),
     )
-    mapped = jax.shard_map(gated_matmul, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=True)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=True)
     with target("gpu", "NVIDIA H200"):
         compiled = jax.jit(mapped).lower(*args).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None
-    assert "moejax_gated" in text
+    names = re.findall(r'custom-call\(.*op_name="[^"]*/(moejax_\w+)/pallas_call"', text)
+    assert sorted(names) == sorted(
+        ["moejax_ffn_hidden", "moejax_ffn_gradient", "moejax_gmm", "moejax_gmm_transposed", *["moejax_gmm_wgrad"] * 2]
+    )
     assert memory is not None
-    assert memory.temp_size_in_bytes < 2 * m * 2 * f + (1 << 20)  # the projections, which backward would read
+    # at most hidden rows, projections or their gradient, and rows or their gradient at a time
+    assert memory.temp_size_in_bytes < 2 * m * (f + inner * f + k) + (1 << 21)
 
 
 @pytest.mark.slow

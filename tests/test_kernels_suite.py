@@ -48,7 +48,8 @@ def _poison(array: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return array
 
 
-def _check(kernel: Kernel, shape: tuple[int, int, int, int], dtype: str) -> None:
+def check_patterns(kernel: Kernel, shape: tuple[int, int, int, int], dtype: str) -> None:
+    """All directions of one kernel and shape, under every pattern of group sizes."""
     lhs, rhs, grad, old = _operands(shape, dtype)
     old = old.astype(np.float32)
 
@@ -83,4 +84,4 @@ def _cases():
 
 @pytest.mark.parametrize(("kernel", "shape", "dtype"), list(_cases()))
 def test_hard_patterns(kernel, shape, dtype):
-    _check(KERNELS[kernel], SHAPES[shape], dtype)
+    check_patterns(KERNELS[kernel], SHAPES[shape], dtype)

@@ -1,6 +1,6 @@
 """Grouped matmul and its gradients, on every platform, against one oracle; the same in MXFP8."""
 
-from moejax.kernels.gated import gated_matmul
+from moejax.kernels.ffn import expert_ffn
 from moejax.kernels.grouped import grouped_matmul
 from moejax.kernels.kernel import BACKENDS, Backends, Kernel, Tiles
 from moejax.kernels.mx_matmul import MXOptions, mx_grouped_matmul, mx_matmul
@@ -18,7 +18,7 @@ __all__ = [
     "MXWeight",
     "Tiles",
     "dequantize",
-    "gated_matmul",
+    "expert_ffn",
     "grouped_matmul",
     "merge",
     "mx_grouped_matmul",

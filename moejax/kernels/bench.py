@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.kernels import dispatch
-from moejax.kernels.grouped import grouped_matmul
+from moejax.kernels.ffn import expert_ffn
 from moejax.kernels.kernel import Backends, Kernel
 from moejax.kernels.table import choose_all
 
@@ -109,14 +109,18 @@ def operands(case: Case) -> dict[str, jax.Array]:
     }
 
 
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
 def _ffn(matmul: Callable, x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    gate, up = jnp.split(matmul(x, gate_up), 2, axis=-1)
-    return matmul(jax.nn.silu(gate) * up, down)
+    return matmul(_swiglu(*jnp.split(matmul(x, gate_up), 2, axis=-1)), down)
 
 
-def _ffn_step(matmul: Callable, data: dict[str, jax.Array], dense: bool) -> tuple[jax.Array, ...]:
+def _step(ffn: Callable, data: dict[str, jax.Array], dense: bool) -> tuple[jax.Array, ...]:
+    """Result and gradients of x and both weights."""
     weights = (data["gate_up"][0], data["down"][0]) if dense else (data["gate_up"], data["down"])
-    out, pullback = jax.vjp(functools.partial(_ffn, matmul), data["x"], *weights)
+    out, pullback = jax.vjp(ffn, data["x"], *weights)
     return out, *pullback(data["grad_out"])
 
 
@@ -128,7 +132,7 @@ def dense(direction: str) -> Callable[[dict[str, jax.Array]], object]:
         return lambda data: data["grad"] @ data["gate_up"][0].T
     if direction == "wgrad":
         return lambda data: data["x"].T @ data["grad"]
-    return lambda data: _ffn_step(jnp.matmul, data, dense=True)
+    return lambda data: _step(functools.partial(_ffn, jnp.matmul), data, dense=True)
 
 
 def grouped(direction: str, backends: Backends) -> Callable[[dict[str, jax.Array]], object]:
@@ -143,10 +147,11 @@ def grouped(direction: str, backends: Backends) -> Callable[[dict[str, jax.Array
         return lambda data: dispatch.wgrad(data["x"], data["grad"], data["sizes"], kernel=backends.wgrad)
 
     def ffn(data: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        def matmul(rows: jax.Array, weights: jax.Array) -> jax.Array:
-            return grouped_matmul(rows, weights, data["sizes"], backend=backends)
+        def function(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+            up = gate_up.reshape(*gate_up.shape[:2], 2, -1)
+            return expert_ffn(x, up, down, data["sizes"], activation=_swiglu, backend=backends)
 
-        return _ffn_step(matmul, data, dense=False)
+        return _step(function, data, dense=False)
 
     return ffn
 
@@ -158,7 +163,11 @@ def tokamax(direction: str) -> Callable[[dict[str, jax.Array]], object] | None:
     peer = importlib.import_module("tokamax")
     if direction == "forward":
         return lambda data: peer.ragged_dot(data["x"], data["gate_up"], data["sizes"])
-    return lambda data: _ffn_step(lambda rows, w: peer.ragged_dot(rows, w, data["sizes"]), data, dense=False)
+
+    def ffn(data: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        return _step(functools.partial(_ffn, lambda rows, w: peer.ragged_dot(rows, w, data["sizes"])), data, False)
+
+    return ffn
 
 
 def candidates(case: Case, direction: str, names: Sequence[str]) -> dict[str, Callable]:

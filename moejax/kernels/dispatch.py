@@ -20,6 +20,8 @@ def _backend(kernel: Kernel) -> tuple[Any, dict[str, Kernel]]:
             return xla, {}
         case "gpu":
             from moejax.kernels import gpu as module  # Pallas takes a second to import: only where it is used
+        case "mosaic":
+            from moejax.kernels import mosaic as module
         case "tpu":
             from moejax.kernels import tpu as module
         case "padded":

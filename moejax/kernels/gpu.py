@@ -90,27 +90,34 @@ def params(tiles: Tiles) -> pt.CompilerParams:
     return pt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
 
 
+def contract(
+    x_ref, w_ref, group, groups: int, row, mine: jax.Array, col, tiles: Tiles, n: int, k: int, *, transpose: bool
+) -> jax.Array:
+    """Block [rows, cols] of rows of x [M, K] times the group's weight, float32; zero for the tail, unread."""
+    dims = (((1,), (1 if transpose else 0,)), ((), ()))
+
+    def step(i, total):
+        depth = i * tiles.depth
+        x_mask = outer(mine, edge(depth, tiles.depth, k), (tiles.rows, tiles.depth))
+        x = load(x_ref, (pl.ds(row, tiles.rows), pl.ds(depth, tiles.depth)), x_mask)
+        w = load_weight(w_ref, jnp.minimum(group, groups - 1), col, depth, tiles, n, k, transpose)
+        return total + lax.dot_general(x, w, dims, precision(x.dtype), jnp.float32)
+
+    steps = jnp.where(group < groups, jnp.int32(pl.cdiv(k, tiles.depth)), jnp.int32(0))
+    return lax.fori_loop(jnp.int32(0), steps, step, jnp.zeros((tiles.rows, tiles.cols), jnp.float32))
+
+
 def _gmm_kernel(table_ref, x_ref, w_ref, out_ref, *, tiles: Tiles, shape: tuple, transpose: bool, reverse: bool):
     num_tiles, groups, n, k = shape
     num_cols = pl.cdiv(n, tiles.cols)
     tile, col_tile = swizzle(program_id(num_tiles * num_cols, reverse), num_tiles, num_cols)
     group, row, end = table_ref[tile, 0], table_ref[tile, 1], table_ref[tile, 2]
     col = col_tile * tiles.cols
-    dims = (((1,), (1 if transpose else 0,)), ((), ()))
 
     @pl.when(end > row)
     def _():
         mine = row + jnp.arange(tiles.rows, dtype=jnp.int32) < end
-
-        def step(i, total):
-            depth = i * tiles.depth
-            x_mask = outer(mine, edge(depth, tiles.depth, k), (tiles.rows, tiles.depth))
-            x = load(x_ref, (pl.ds(row, tiles.rows), pl.ds(depth, tiles.depth)), x_mask)
-            w = load_weight(w_ref, jnp.minimum(group, groups - 1), col, depth, tiles, n, k, transpose)
-            return total + lax.dot_general(x, w, dims, precision(x.dtype), jnp.float32)
-
-        steps = jnp.where(group < groups, jnp.int32(pl.cdiv(k, tiles.depth)), jnp.int32(0))  # none for the tail
-        total = lax.fori_loop(jnp.int32(0), steps, step, jnp.zeros((tiles.rows, tiles.cols), jnp.float32))
+        total = contract(x_ref, w_ref, group, groups, row, mine, col, tiles, n, k, transpose=transpose)
         mask = outer(mine, edge(col, tiles.cols, n), (tiles.rows, tiles.cols))
         at = out_ref.at[pl.ds(row, tiles.rows), pl.ds(col, tiles.cols)]
         pt.store(at, total.astype(out_ref.dtype), mask=mask)

@@ -5,7 +5,10 @@ from typing import Literal
 
 from moejax.errors import UserError, nearest
 
-BACKENDS = ("reference", "cpu", "gpu", "tpu", "xla", "padded")
+PALLAS = ("gpu", "mosaic", "tpu")
+"""Backends written in Pallas; `gpu` has the Triton lowering, `mosaic` (Hopper) the one that will replace it."""
+
+BACKENDS = ("reference", "cpu", *PALLAS, "xla", "padded")
 """All backends. `reference` is the oracle, `padded` the control with static capacity."""
 
 DIRECTIONS = ("forward", "dgrad", "wgrad")
@@ -47,7 +50,7 @@ class Kernel:
 
     Args:
         backend: One of `BACKENDS`.
-        tiles: Tiles of `cpu` (rows only), `gpu` and `tpu`; None for the backend's own choice.
+        tiles: Tiles of `cpu` (rows only) and of Pallas kernels; None for the backend's own choice.
         max_group_size: Rows of the largest group that `padded` keeps; rows beyond it in a group are zero.
             None for any size, at the cost of G x M rows of work and memory.
         interpret: Run a Pallas kernel in interpret mode, on any platform.
@@ -64,7 +67,7 @@ class Kernel:
         if self.backend not in BACKENDS:
             hint = nearest(self.backend, BACKENDS)
             raise UserError(f"kernel backend {self.backend}: must be one of {', '.join(BACKENDS)}{hint}")
-        if self.tiles is not None and self.backend not in ("cpu", "gpu", "tpu"):
+        if self.tiles is not None and self.backend not in ("cpu", *PALLAS):
             raise UserError(f"kernel tiles: the {self.backend} backend has none; leave them out")
         if self.max_group_size is not None and self.backend != "padded":
             raise UserError(f"kernel max_group_size: the {self.backend} backend has no bound; leave it out")
@@ -74,7 +77,7 @@ class Kernel:
     @property
     def pallas(self) -> bool:
         """Whether the kernel is written in Pallas."""
-        return self.backend in ("gpu", "tpu")
+        return self.backend in PALLAS
 
 
 @dataclass(frozen=True)

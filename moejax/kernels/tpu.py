@@ -6,7 +6,6 @@ group, whose visits store zeros and fetch nothing new.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,42 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as ptpu
 from jax.typing import DTypeLike
 
-from moejax.kernels.groups import bounds, count_ends, max_tiles
+from moejax.kernels.groups import visits
 from moejax.kernels.kernel import Kernel, Tiles
 from moejax.kernels.varying import output_type, vary_like
 from moejax.varying import varying_axes
 
 _TILES = Tiles(rows=512, cols=512, depth=1024)
-
-
-class Visits(NamedTuple):
-    """Visits of row blocks by groups, in row order; all int32 [T].
-
-    group: G for the tail. block: row block. lo, hi: rows that this visit owns; empty where hi <= lo.
-    """
-
-    group: jax.Array
-    block: jax.Array
-    lo: jax.Array
-    hi: jax.Array
-
-
-def visits(group_sizes: jax.Array, num_rows: int, rows: int, *, tail: bool, reverse: bool) -> Visits:
-    """Visits of blocks of `rows` rows. With `tail` every row is owned; without, every group has a visit."""
-    sizes, num_groups = group_sizes, group_sizes.shape[0]
-    if tail:
-        sizes = jnp.concatenate([sizes, (num_rows - jnp.sum(sizes, dtype=jnp.int32))[None]])
-    start, end = bounds(sizes)
-    per_group = jnp.where(sizes > 0, (end + rows - 1) // rows - start // rows, 0 if tail else 1)
-    stop = jnp.cumsum(per_group, dtype=jnp.int32)
-    index = jnp.arange(max_tiles(num_rows, num_groups, rows), dtype=jnp.int32)
-    visit = jnp.minimum(index, stop[-1] - 1)  # unused visits repeat the last one's blocks, so nothing is fetched
-    group = count_ends(visit, stop)
-    block = start[group] // rows + visit - (stop - per_group)[group]
-    block = jnp.clip(block, 0, pl.cdiv(num_rows, rows) - 1)
-    lo, hi = jnp.maximum(start[group], block * rows), jnp.minimum(end[group], (block + 1) * rows)
-    found = Visits(group, block, lo, jnp.where(index < stop[-1], hi, lo))
-    return Visits(*(jnp.flip(a) for a in found)) if reverse else found
 
 
 def _owned(lo: jax.Array, hi: jax.Array, base: jax.Array, shape: tuple[int, int]) -> jax.Array:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.kernels import MXWeight, gated_matmul, grouped_matmul, mx_grouped_matmul
-from moejax.nn.activations import activate
+from moejax.kernels import MXWeight, expert_ffn, grouped_matmul, mx_grouped_matmul
+from moejax.nn.activations import ACTIVATIONS, activate
 
 
 class ExpertWeights(NamedTuple):
@@ -51,10 +51,14 @@ def experts(
     Returns:
         [R, D]; rows past the sum of sizes are zero.
     """
+    weight = None if weight_on_input else weight_R
     if weight_on_input:
         rows_RD = _weighted(rows_RD, weight_R)
-    hidden = _hidden(rows_RD, None if weight_on_input else weight_R, sizes_e, weights, activation)
-    out = _product(hidden, weights.down, sizes_e)
+    up, down = weights.gate_up, weights.down
+    if weights.gate_up_bias is not None or isinstance(up, MXWeight) or isinstance(down, MXWeight):
+        out = _product(_hidden(rows_RD, weight, sizes_e, weights, activation), down, sizes_e)
+    else:
+        out = expert_ffn(rows_RD, up, down, sizes_e, weight, activation=ACTIVATIONS[activation])
     if weights.down_bias is not None:
         bias = _of_rows(weights.down_bias, sizes_e, out.shape[0])
         if not weight_on_input:
@@ -67,16 +71,12 @@ def experts(
 def _hidden(
     rows_RD: jax.Array, weight_R: jax.Array | None, sizes_e: jax.Array, weights: ExpertWeights, activation: str
 ) -> jax.Array:
-    """Activated hidden rows [R, F], times `weight` if given."""
-    gate_up, bias = weights.gate_up, weights.gate_up_bias
-    local, _, inner, width = gate_up.shape
-    if activation == "swiglu" and bias is None and not isinstance(gate_up, MXWeight):
-        return gated_matmul(rows_RD, gate_up.reshape(local, -1, inner * width), sizes_e, weight_R)
-    hidden = _product(rows_RD, gate_up, sizes_e)
-    if bias is not None:
-        hidden = hidden + _of_rows(bias, sizes_e, hidden.shape[0])
+    """Activated hidden rows [R, F], times `weight` if given; matrices may be in MXFP8, and there may be biases."""
+    hidden = _product(rows_RD, weights.gate_up, sizes_e)
+    if weights.gate_up_bias is not None:
+        hidden = hidden + _of_rows(weights.gate_up_bias, sizes_e, hidden.shape[0])
     hidden = checkpoint_name(hidden, "experts")
-    hidden = activate(hidden.reshape(-1, inner, width), activation)
+    hidden = activate(hidden.reshape(-1, *weights.gate_up.shape[2:]), activation)
     return hidden if weight_R is None else _weighted(hidden, weight_R)
 
 
