@@ -108,18 +108,19 @@ def _modules(params, x, row, config: Config, product):
     found = []
     for k in range(1, config.model.mtp + 1):
         w = jax.tree.map(lambda a, k=k: a[k - 1], params["mtp"])
-        inputs, targets, valid = [], [], []
+        own = _norm(x, w["join"]["hidden_norm"]["scale"], eps)
+        embedded = _norm(params["embed"][row["tokens"]], w["join"]["embed_norm"]["scale"], eps)
+        joined, targets, valid = [], [], []
         for i in range(length):
             inside = i + k < length
             ahead = i + k if inside else 0
             together = [row["segments"][i] == row["segments"][j] for j in range(i, min(i + k + 1, length))]
             valid.append(jnp.stack([row["segments"][i] > 0, jnp.bool_(inside), *together]).all())
-            own, other = _norm(x[i], w["join"]["hidden_norm"]["scale"], eps), params["embed"][row["tokens"][ahead]]
-            joined = jnp.concatenate([own, _norm(other, w["join"]["embed_norm"]["scale"], eps)])
-            inputs.append(product(joined[None], w["join"]["projection"])[0])
+            joined.append(jnp.concatenate([own[i], embedded[ahead]]))
             targets.append(row["targets"][ahead])
         valid, spec = jnp.stack(valid), config.model.layers[-1].pattern[-1]
-        x, *router = _layer(jnp.stack(inputs), w["0"], spec, row, valid, config, product)
+        x = product(jnp.stack(joined), w["join"]["projection"])
+        x, *router = _layer(x, w["0"], spec, row, valid, config, product)
         y = _norm(x, w["join"]["final_norm"]["scale"], eps)
         found.append((_cross_entropy(params, y, jnp.stack(targets), valid), *router))
     return found
