@@ -120,8 +120,9 @@ def test_expert_ffn_compiles_fused(activation):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gpu", "mosaic"])
 @pytest.mark.parametrize("direction", ["forward", "dgrad", "wgrad"])
-def test_every_tuning_candidate_compiles(direction):
+def test_every_tuning_candidate_compiles(direction, backend):
     """`bench kernels --tune` drops tiles that fail, which is no reason to ship ones that do."""
     mesh = _mesh("h200")
     m, k, n, groups = 16384, 2048, 2048, 8
@@ -132,7 +133,7 @@ def test_every_tuning_candidate_compiles(direction):
         )
         for name, shape in shapes.items()
     }
-    for tiles in TILES["gpu"]["wgrad" if direction == "wgrad" else "gmm"]:
-        function = grouped(direction, Backends.all(Kernel("gpu", tiles)))
+    for tiles in TILES[backend]["wgrad" if direction == "wgrad" else "gmm"]:
+        function = grouped(direction, Backends.all(Kernel(backend, tiles)))
         mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=True)
         assert jax.jit(mapped).lower(data).compile() is not None, tiles

@@ -24,7 +24,7 @@ def test_hard_patterns(reverse):
 
 @needs_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(70, 64, 128, 1), (120, 64, 64, 257)], ids=str)
+@pytest.mark.parametrize("shape", [(70, 64, 128, 1), (40, 64, 64, 61)], ids=str)
 def test_one_group_and_more_groups_than_rows(shape):
     check_patterns(Kernel("mosaic", TILES, interpret=True), shape, "bfloat16")
 

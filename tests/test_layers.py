@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "moejax"
 
 LAYERS = [
     ["errors", "axes", "config", "stages", "options", "configure"],
-    ["varying", "sharding"],
+    ["varying", "ordering", "sharding"],
     ["kernels"],
     ["nn"],
     ["moe"],

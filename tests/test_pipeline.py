@@ -12,6 +12,7 @@ import jax
 import pipeline_cases
 import pytest
 import tiny
+from hlo_order import unordered
 from pipeline_cases import Case
 
 from moejax.config import LayerGroup, LayerSpec, MeshConfig, PipelineConfig, RematConfig, TrainConfig, WeightsConfig
@@ -19,6 +20,7 @@ from moejax.errors import UserError
 from moejax.plan.hlo import collectives
 from moejax.plan.moves import COMBINE, DISPATCH, GATHER, PIPELINE, REDUCE, compiled_traffic
 from moejax.plan.report import mesh_of
+from moejax.schedule import pipeline
 from moejax.schedule.table import make_table
 from moejax.stages import plan_stages
 
@@ -117,6 +119,20 @@ def test_one_message_a_half_tick_and_weights_move_once(counted):
             assert found[name, "all-to-all"] == slots * (forward + backward)
     for key in [(GATHER, "all-gather"), (GATHER, "all-to-all"), (REDUCE, "reduce-scatter"), (REDUCE, "all-to-all")]:
         assert counted[4][key] == counted[8][key] > 5
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(1, 2, virtual=2), Case(2, 2, scope="global_batch")],
+    ids=["phases of one tick", "counts of the step"],
+)
+def test_data_orders_all_reduces_of_branches(case):
+    assert unordered(str(compiled(case).as_text())) == set()
+
+
+def test_a_branch_beside_an_all_reduce_is_found(monkeypatch):
+    monkeypatch.setattr(pipeline, "after", lambda done, tree: tree)
+    assert unordered(str(compiled(Case(1, 2, virtual=2)).as_text()))
 
 
 def test_memory_of_1f1b_does_not_grow_with_microbatches_that_of_gpipe_does():

@@ -29,6 +29,10 @@ TILES: dict[str, dict[str, tuple[Tiles, ...]]] = {
             Tiles(128, 128, 128, 8, 2),
         ),
     },
+    "mosaic": {  # columns of 256 keep the compiler of jax 0.12.0.1 busy for minutes
+        "gmm": (Tiles(64, 128, 64, stages=4), Tiles(128, 128, 64, stages=4), Tiles(128, 128, 64, stages=5)),
+        "wgrad": (Tiles(64, 128, 128, stages=4), Tiles(64, 128, 128, stages=5)),
+    },
     "tpu": {
         "gmm": (Tiles(256, 512, 1024), Tiles(512, 512, 1024), Tiles(512, 1024, 512), Tiles(512, 1024, 1024)),
         "wgrad": (Tiles(256, 512, 512), Tiles(512, 512, 512), Tiles(512, 512, 1024), Tiles(512, 1024, 1024)),

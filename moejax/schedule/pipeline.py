@@ -16,6 +16,7 @@ from jax import lax
 
 from moejax.axes import STAGE, TOKEN_AXES
 from moejax.kernels import merge, split_constants
+from moejax.ordering import after
 from moejax.schedule.parts import Microbatch, Parts, Tree
 from moejax.schedule.residuals import Residuals
 from moejax.schedule.table import Phase, Table
@@ -96,24 +97,26 @@ class Pipeline:
 
             x, (saved[name], found) = lax.scan(one, x, jnp.arange(width))
             start = row["forward_chunk"] * width
-            sums = jax.tree.map(
+            statistics[name] = jax.tree.map(
                 lambda total, new, start=start, width=width: lax.dynamic_update_slice_in_dim(
                     total, lax.dynamic_slice_in_dim(total, start, width) + new, start, 0
                 ),
                 statistics[name],
                 found,
             )
-            statistics[name] = sums
         return x, saved, statistics
 
     def _forward(self, carry: Tree, row: Tree, keep: bool) -> tuple[Tree, jax.Array]:
-        with jax.named_scope("embed"):
-            microbatch = self._microbatch(row["embed_microbatch"])
-            embedded = _when(row["embed_valid"], self.parts.embed, self.like_x, self.ends, microbatch)
+        carry = dict(carry)
         first = (self.stage == 0) & (row["forward_chunk"] == 0)
-        x = jnp.where(first, embedded, carry["x"])
-        y, saved, statistics = self._layers(row, x, carry["statistics"], keep)
-        carry = carry | {"statistics": statistics}
+        microbatch = self._microbatch(row["embed_microbatch"])
+
+        @jax.named_scope("embed")
+        def embed(x: jax.Array) -> jax.Array:
+            return jnp.where(first, self.parts.embed(self.ends, microbatch), x)
+
+        x = lax.cond(row["embed_valid"], embed, lambda x: x, carry["x"])
+        y, saved, carry["statistics"] = self._layers(row, x, carry["statistics"], keep)
         if keep:
             carry["stash"] = _put(carry["stash"], row["forward_slot"], saved)
         return carry, y
@@ -167,14 +170,15 @@ class Pipeline:
 
             (dy, grads[name]), _ = lax.scan(one, (dy, grads[name]), (jnp.arange(width), stash[name]), reverse=True)
         first = (self.stage == 0) & (row["backward_chunk"] == 0) & valid
-        with jax.named_scope("embed"):
 
-            def add(total: Tree, dx: jax.Array) -> Tree:
-                dx = lax.psum(jnp.where(first, dx, jnp.zeros_like(dx)), STAGE)
-                return self.parts.unembed(total, self._microbatch(row["unembed_microbatch"]), dx)
+        @jax.named_scope("embed")
+        def add(total: Tree, _: jax.Array) -> tuple[Tree, jax.Array]:
+            dx = lax.psum(jnp.where(first, dy, jnp.zeros_like(dy)), STAGE)
+            total = self.parts.unembed(total, self._microbatch(row["unembed_microbatch"]), dx)
+            return total, dx[0, 0, 0].astype(jnp.float32)
 
-            ends = lax.cond(row["unembed_valid"], add, lambda total, _: total, carry["ends"], dy)
-        return carry | {"groups": grads, "ends": ends}, dy
+        ends, done = lax.cond(row["unembed_valid"], add, lambda *same: same, carry["ends"], carry["done"])
+        return carry | {"groups": grads, "ends": ends, "done": done}, dy
 
     # Ticks
 
@@ -206,30 +210,26 @@ class Pipeline:
     def gradients(self) -> tuple[Tree, Mapping[str, Tree], Tree, Tree]:
         """Float32 gradients of ends and of groups, sums of the head, and statistics of this stage's slots."""
         carry = self._start(self._empty_statistics())
-        carry |= {"dx": self.zero_x, "ends": self.zero_ends}
+        carry |= {"dx": self.zero_x, "ends": self.zero_ends, "done": vary(jnp.float32(0), TOKEN_AXES)}
         carry["groups"] = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying_axes(w)), self.groups)
         carry["dhead"] = vary(jnp.zeros((self.table.head_depth + 1, *self.zero_x.shape), self.zero_x.dtype), TOKEN_AXES)
         row = self._row(_at(self._rows(Phase(0, 1, True, False)), jnp.int32(0)))
-        saved = jax.eval_shape(lambda: self._layers(row, self.zero_x, carry["statistics"], keep=True)[1])
+        _, saved, _ = jax.eval_shape(lambda: self._layers(row, self.zero_x, carry["statistics"], keep=True))
         carry["stash"] = self._zeros(saved, self.table.depth + 1)
         for phase in self.table.phases():
 
             def tick(carry: Tree, row: Tree, phase: Phase = phase) -> tuple[Tree, None]:
                 row = self._row(row)
-                y = dx = None
                 if phase.forward:
                     carry, y = self._forward(carry, row, keep=True)
-                    carry = self._head(carry, row, y)
+                    carry = self._head(carry, row, y) | {"x": self._send(y, 1)}
                 if phase.backward:
                     carry, dx = self._backward(carry, row)
-                if y is not None:
-                    carry = carry | {"x": self._send(y, 1)}
-                if dx is not None:
                     carry = carry | {"dx": self._send(dx, -1)}
                 return carry, None
 
             carry, _ = lax.scan(tick, carry, self._rows(phase))
-        return carry["ends"], carry["groups"], carry["sums"], carry["statistics"]
+        return carry["ends"], carry["groups"], carry["sums"], after(carry["done"], carry["statistics"])
 
     def forward(self) -> tuple[Tree, Tree]:
         """Sums of the head, and statistics of this stage's slots, without gradients."""

@@ -14,6 +14,7 @@ from moejax.config import Config
 from moejax.model.decoder import Decoder, Params, Sums, joined
 from moejax.model.tokens import Tokens
 from moejax.moe.statistics import Statistics
+from moejax.ordering import after
 from moejax.schedule.pipeline import Parts, Pipeline
 from moejax.schedule.table import make_table
 from moejax.sharding import place_layers
@@ -45,7 +46,11 @@ class Pipelined:
 
     def gradients(self) -> tuple[Params, Sums]:
         """Float32 gradients of the compute weights, and sums over microbatches, equal on all stages."""
-        ends, groups, sums, statistics = self._pipeline(self._ahead()).gradients()
+        ahead = self._ahead()
+        if ahead:
+            routes = sum(jnp.sum(requested) for requested in ahead.values())
+            self.microbatches = after(lax.psum(routes, STAGE), self.microbatches)
+        ends, groups, sums, statistics = self._pipeline(ahead).gradients()
         statistics = joined([*self._all_layers(statistics), sums.statistics])
         return {**ends, **groups}, sums._replace(statistics=statistics)
 
@@ -83,6 +88,7 @@ class Pipelined:
         decoder = self.decoder
         sums = Sums(decoder.cross_entropy(ends, decoder.norm(ends, x_BSD), microbatch), None)
         if decoder.mtp is not None:
+            x_BSD, microbatch = after(sums.ce, (x_BSD, microbatch))
             mtp, found = decoder.ahead(ends, x_BSD, microbatch, lambda name, weights: weights)
             earlier = None if before is None or before.statistics is None else before.statistics.requested_E
             sums = with_balance(Sums(sums.ce, found, mtp), earlier, ahead, self.config)
