@@ -140,7 +140,7 @@ def _sequence(params, row, config: Config, product):
         mtp += ce
         routers.append(router)
     ce = _cross_entropy(params, _norm(x, params["final_norm"]["scale"], config.model.norm_eps), row["targets"], valid)
-    balance, z = (sum((router[i] for router in routers), jnp.float32(0)) for i in range(2))
+    balance, z = (jnp.stack([jnp.asarray(router[i], jnp.float32) for router in routers]).sum() for i in range(2))
     counts = [router[2] for router in routers if router[2] is not None] or [jnp.zeros(1, jnp.int32)]
     return ce, balance, z, mtp, valid.sum(), jnp.stack(counts)
 
