@@ -236,5 +236,5 @@ def test_saved_activations_hold_no_weights() -> None:
 @pytest.mark.slow
 def test_memory_estimate_of_the_quickstart() -> None:
     run = load_config(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
-    estimate = sum(memory(run, tensors(run)).values())
+    estimate = sum(memory(run, tensors(run), "cpu").values())
     assert estimate == pytest.approx(compile_step(run, read_target("cpu")).peak, rel=0.15)

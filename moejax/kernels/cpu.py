@@ -11,11 +11,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from moejax.kernels.groups import bounds, count_ends
 from moejax.kernels.kernel import Kernel
-from moejax.varying import vary, varying_axes
+from moejax.kernels.operands import Product, WeightGradient
+from moejax.varying import vary
 
 # XLA:CPU before 0.11 multiplies small bfloat16 blocks slower than float32 ones, cast included; later ones do not.
 _WIDEN_BFLOAT16 = jax.__version_info__ < (0, 11)
@@ -53,27 +53,19 @@ def _widen(array: jax.Array) -> jax.Array:
     return array.astype(jnp.float32) if _WIDEN_BFLOAT16 else array
 
 
-def gmm(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
-    kernel: Kernel,
-) -> jax.Array:
-    """Multiply rows of lhs [M, K] by their group's matrix: rhs [G, K, N], or [G, N, K] with `transpose_rhs`."""
-    num_rows = lhs.shape[0]
-    out = jnp.zeros((num_rows, rhs.shape[1] if transpose_rhs else rhs.shape[2]), out_dtype)
-    out = vary(out, varying_axes(lhs, rhs, group_sizes))
+def gmm(call: Product, kernel: Kernel) -> jax.Array:
+    """The product, [M, N]."""
+    lhs, rhs, group_sizes, transpose_rhs, out_dtype = call
+    num_rows, _, n, num_groups = call.sizes
+    out = vary(jnp.zeros((num_rows, n), out_dtype), call.axes)
     dims = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
     lhs, rhs = _widen(lhs), _widen(rhs)
     group_end = bounds(group_sizes).end
 
     def loop(windows: Windows, out: jax.Array) -> jax.Array:
         size, window_end = windows.size, jnp.cumsum(windows.count, dtype=jnp.int32)
-        index = jnp.arange(num_rows // size + rhs.shape[0], dtype=jnp.int32)
-        group = jnp.minimum(count_ends(index, window_end), rhs.shape[0] - 1)
+        index = jnp.arange(num_rows // size + num_groups, dtype=jnp.int32)
+        group = jnp.minimum(count_ends(index, window_end), num_groups - 1)
         begin = windows.first[group] + (index - (window_end - windows.count)[group]) * size
         end, start = group_end[group], jnp.minimum(begin, num_rows - size)  # the last window reaches back
 
@@ -93,19 +85,11 @@ def gmm(
     return out
 
 
-def wgrad(
-    lhs: jax.Array,
-    grad: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    out_dtype: DTypeLike,
-    accumulator: jax.Array | None,
-    kernel: Kernel,
-) -> jax.Array:
-    """Sum of lhs[row]^T grad[row] over each group's rows, [G, K, N]; added to a float32 `accumulator` if given."""
-    (num_rows, k), n, num_groups = lhs.shape, grad.shape[1], group_sizes.shape[0]
-    axes = varying_axes(lhs, grad, group_sizes)
-    total = accumulator if accumulator is not None else vary(jnp.zeros((num_groups, k, n), out_dtype), axes)
+def wgrad(call: WeightGradient, kernel: Kernel) -> jax.Array:
+    """The weight gradient, [G, K, N]."""
+    lhs, grad, group_sizes, out_dtype, accumulator = call
+    num_rows, k, n, num_groups = call.sizes
+    total = accumulator if accumulator is not None else vary(jnp.zeros((num_groups, k, n), out_dtype), call.axes)
     lhs, grad = _widen(lhs), _widen(grad)
     group_end, all_windows = bounds(group_sizes).end, _windows(group_sizes, num_rows, kernel)
     dims = (((0,), (0,)), ((), ()))
@@ -127,7 +111,7 @@ def wgrad(
 
     def add_group(group: jax.Array, total: jax.Array) -> jax.Array:
         if accumulator is None:
-            product = vary(jnp.zeros((k, n), jnp.float32), axes)
+            product = vary(jnp.zeros((k, n), jnp.float32), call.axes)
         else:
             product = lax.dynamic_index_in_dim(total, group, 0, keepdims=False)
         for windows in all_windows:

@@ -8,27 +8,22 @@ from jax.typing import DTypeLike
 
 from moejax.kernels import cpu, padded, reference, xla
 from moejax.kernels.kernel import Kernel
-from moejax.varying import vary, varying_axes
+from moejax.kernels.operands import Product, WeightGradient
+from moejax.varying import vary
 
 
-def _backend(kernel: Kernel) -> tuple[Any, dict[str, Kernel]]:
-    """Module of a backend, and what its functions are told besides their operands."""
-    match kernel.backend:
-        case "reference":
-            return reference, {}
-        case "xla":
-            return xla, {}
+def _backend(name: str) -> Any:
+    """Module of a backend."""
+    match name:
         case "gpu":
             from moejax.kernels import gpu as module  # Pallas takes a second to import: only where it is used
         case "mosaic":
             from moejax.kernels import mosaic as module
         case "tpu":
             from moejax.kernels import tpu as module
-        case "padded":
-            module = padded
         case _:
-            module = cpu
-    return module, {"kernel": kernel}
+            module = {"reference": reference, "cpu": cpu, "xla": xla, "padded": padded}[name]
+    return module
 
 
 def gmm(
@@ -44,12 +39,11 @@ def gmm(
 
     Forward is this; dgrad is this with the incoming gradient and `transpose_rhs` flipped.
     """
-    out_dtype = jnp.dtype(out_dtype or lhs.dtype)
-    if lhs.shape[0] == 0:
-        shape = (0, rhs.shape[1 if transpose_rhs else 2])
-        return vary(jnp.zeros(shape, out_dtype), varying_axes(lhs, rhs, group_sizes))
-    module, options = _backend(kernel)
-    return module.gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=out_dtype, **options)
+    call = Product(lhs, rhs, group_sizes, transpose_rhs, jnp.dtype(out_dtype or lhs.dtype))
+    m, _, n, _ = call.sizes
+    if m == 0:
+        return vary(jnp.zeros((m, n), call.out_dtype), call.axes)
+    return _backend(kernel.backend).gmm(call, kernel)
 
 
 def wgrad(
@@ -69,10 +63,10 @@ def wgrad(
     if accumulator is not None and accumulator.dtype != jnp.float32:
         raise TypeError(f"wgrad: the accumulator must be float32, not {accumulator.dtype}")
     out_dtype = jnp.dtype(jnp.float32 if accumulator is not None else out_dtype or lhs.dtype)
-    axes = varying_axes(lhs, grad, group_sizes)
-    accumulator = None if accumulator is None else vary(accumulator, axes)
-    if lhs.shape[0] == 0:
-        shape = (group_sizes.shape[0], lhs.shape[1], grad.shape[1])
-        return accumulator if accumulator is not None else vary(jnp.zeros(shape, out_dtype), axes)
-    module, options = _backend(kernel)
-    return module.wgrad(lhs, grad, group_sizes, out_dtype=out_dtype, accumulator=accumulator, **options)
+    call = WeightGradient(lhs, grad, group_sizes, out_dtype, accumulator)
+    m, k, n, groups = call.sizes
+    if accumulator is not None:
+        accumulator = vary(accumulator, call.axes)
+    if m == 0:
+        return vary(jnp.zeros((groups, k, n), out_dtype), call.axes) if accumulator is None else accumulator
+    return _backend(kernel.backend).wgrad(call._replace(accumulator=accumulator), kernel)

@@ -7,16 +7,17 @@ Python ints become int1 in `jnp.where` of the Triton lowering: integer constants
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pt
-from jax.typing import DTypeLike
 
 from moejax.kernels.groups import bounds, max_tiles, row_tiles
 from moejax.kernels.kernel import Kernel, Tiles
+from moejax.kernels.operands import Product, WeightGradient, precision
 from moejax.kernels.varying import output_type, vary_like
 from moejax.varying import varying_axes
 
@@ -44,11 +45,6 @@ def swizzle(program: jax.Array, num_rows: int, num_cols: int) -> tuple[jax.Array
     height = jnp.minimum(num_rows - first, jnp.int32(_SWIZZLE))
     within = program % block_size
     return first + within % height, within // height
-
-
-def precision(dtype: DTypeLike) -> lax.Precision | None:
-    """Full float32 products of float32 operands; the default would round them to TF32."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def edge(start: jax.Array, size: int, limit: int) -> jax.Array | None:
@@ -85,6 +81,24 @@ def program_id(num_programs: int, reverse: bool) -> jax.Array:
     return jnp.int32(num_programs - 1) - program if reverse else program
 
 
+class Place(NamedTuple):
+    """Where a program works: the entries of `tile_table`, and its tile of columns and their first."""
+
+    group: jax.Array
+    row: jax.Array
+    end: jax.Array
+    col_tile: jax.Array
+    col: jax.Array
+
+
+def place(table_ref, n: int, tiles: Tiles, reverse: bool) -> Place:
+    """Place of this program of a kernel whose result has `n` columns."""
+    num_tiles, num_cols = table_ref.shape[0], pl.cdiv(n, tiles.cols)
+    tile, col_tile = swizzle(program_id(num_tiles * num_cols, reverse), num_tiles, num_cols)
+    group, row, end = (table_ref[tile, i] for i in range(3))
+    return Place(group, row, end, col_tile, col_tile * tiles.cols)
+
+
 def params(tiles: Tiles) -> pt.CompilerParams:
     """Compiler parameters of a kernel with these tiles."""
     return pt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
@@ -108,11 +122,8 @@ def contract(
 
 
 def _gmm_kernel(table_ref, x_ref, w_ref, out_ref, *, tiles: Tiles, shape: tuple, transpose: bool, reverse: bool):
-    num_tiles, groups, n, k = shape
-    num_cols = pl.cdiv(n, tiles.cols)
-    tile, col_tile = swizzle(program_id(num_tiles * num_cols, reverse), num_tiles, num_cols)
-    group, row, end = table_ref[tile, 0], table_ref[tile, 1], table_ref[tile, 2]
-    col = col_tile * tiles.cols
+    groups, n, k = shape
+    group, row, end, _col_tile, col = place(table_ref, n, tiles, reverse)
 
     @pl.when(end > row)
     def _():
@@ -123,24 +134,17 @@ def _gmm_kernel(table_ref, x_ref, w_ref, out_ref, *, tiles: Tiles, shape: tuple,
         pt.store(at, total.astype(out_ref.dtype), mask=mask)
 
 
-def gmm(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
-    kernel: Kernel,
-) -> jax.Array:
-    """Multiply rows of lhs [M, K] by their group's matrix: rhs [G, K, N], or [G, N, K] with `transpose_rhs`."""
+def gmm(call: Product, kernel: Kernel) -> jax.Array:
+    """The product, [M, N]."""
+    lhs, rhs, group_sizes, transpose_rhs, out_dtype = call
     tiles = kernel.tiles or Tiles()
-    (m, k), groups, n = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    m, k, n, groups = call.sizes
     table = tile_table(group_sizes, m, tiles.rows)
     args = vary_like(table, lhs, rhs)
     body = functools.partial(
         _gmm_kernel,
         tiles=tiles,
-        shape=(table.shape[0], groups, n, k),
+        shape=(groups, n, k),
         transpose=transpose_rhs,
         reverse=kernel.reverse,
     )
@@ -183,18 +187,11 @@ def _wgrad_kernel(bounds_ref, x_ref, dy_ref, *refs, tiles: Tiles, shape: tuple, 
     pt.store(out_ref.at[group, at_depth, at_col], total.astype(out_ref.dtype), mask=mask)
 
 
-def wgrad(
-    lhs: jax.Array,
-    grad: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    out_dtype: DTypeLike,
-    accumulator: jax.Array | None,
-    kernel: Kernel,
-) -> jax.Array:
-    """Sum of lhs[row]^T grad[row] over each group's rows, [G, K, N]; added to a float32 `accumulator` if given."""
+def wgrad(call: WeightGradient, kernel: Kernel) -> jax.Array:
+    """The weight gradient, [G, K, N]."""
+    lhs, grad, group_sizes, out_dtype, accumulator = call
     tiles = kernel.tiles or Tiles(rows=64, cols=128, depth=128)
-    k, n, groups = lhs.shape[1], grad.shape[1], group_sizes.shape[0]
+    _, k, n, groups = call.sizes
     extra = () if accumulator is None else (accumulator,)
     args = vary_like(jnp.stack(bounds(group_sizes), axis=1), lhs, grad, *extra)
     return pl.pallas_call(
@@ -202,7 +199,7 @@ def wgrad(
         grid=(groups * pl.cdiv(k, tiles.depth) * pl.cdiv(n, tiles.cols),),
         in_specs=[WHOLE] * len(args),
         out_specs=WHOLE,
-        out_shape=output_type((groups, k, n), out_dtype if accumulator is None else jnp.float32, varying_axes(*args)),
+        out_shape=output_type((groups, k, n), out_dtype, varying_axes(*args)),
         input_output_aliases={} if accumulator is None else {3: 0},
         interpret=kernel.interpret,
         compiler_params=params(tiles),

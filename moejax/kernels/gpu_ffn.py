@@ -21,12 +21,11 @@ from moejax.kernels.gpu import (
     load,
     outer,
     params,
-    precision,
-    program_id,
-    swizzle,
+    place,
     tile_table,
 )
 from moejax.kernels.kernel import Kernel, Tiles
+from moejax.kernels.operands import precision
 from moejax.kernels.varying import output_type, vary_like
 from moejax.varying import varying_axes
 
@@ -38,11 +37,8 @@ def _hidden_kernel(table_ref, x_ref, w_ref, *refs, activation, tiles, shape, gat
     index_ref = refs.pop(0) if gather else None
     scale_ref = refs.pop(0) if scaled else None
     hidden_ref, pre_ref = refs
-    num_tiles, groups, f, inner, k = shape
-    num_cols = pl.cdiv(f, tiles.cols)
-    tile, col_tile = swizzle(program_id(num_tiles * num_cols, reverse), num_tiles, num_cols)
-    group, row, end = table_ref[tile, 0], table_ref[tile, 1], table_ref[tile, 2]
-    col = col_tile * tiles.cols
+    groups, f, inner, k = shape
+    group, row, end, _col_tile, col = place(table_ref, f, tiles, reverse)
 
     @pl.when(end > row)
     def _():
@@ -122,7 +118,7 @@ def hidden_rows(
         _hidden_kernel,
         activation=activation,
         tiles=tiles,
-        shape=(table.shape[0], groups, f, inner, k),
+        shape=(groups, f, inner, k),
         gather=index is not None,
         scaled=scale is not None,
         reverse=kernel.reverse,
@@ -141,11 +137,8 @@ def hidden_rows(
 
 def _gradient_kernel(table_ref, dy_ref, w_ref, pre_ref, *refs, activation, tiles, shape, scaled: bool, reverse: bool):
     hidden_ref, grad_ref = refs[scaled : scaled + 2]
-    num_tiles, groups, f, inner, k = shape
-    num_cols = pl.cdiv(f, tiles.cols)
-    tile, col_tile = swizzle(program_id(num_tiles * num_cols, reverse), num_tiles, num_cols)
-    group, row, end = table_ref[tile, 0], table_ref[tile, 1], table_ref[tile, 2]
-    col = col_tile * tiles.cols
+    groups, f, inner, k = shape
+    group, row, end, col_tile, col = place(table_ref, f, tiles, reverse)
 
     @pl.when(end > row)
     def _():
@@ -202,7 +195,7 @@ def hidden_gradients(
         _gradient_kernel,
         activation=activation,
         tiles=tiles,
-        shape=(table.shape[0], groups, f, pre.shape[1] // f, k),
+        shape=(groups, f, pre.shape[1] // f, k),
         scaled=scale is not None,
         reverse=kernel.reverse,
     )

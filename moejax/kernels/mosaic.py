@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from moejax.errors import UserError
 from moejax.kernels.groups import bounds, visits
 from moejax.kernels.kernel import Kernel, Tiles
+from moejax.kernels.operands import Product, WeightGradient
 from moejax.kernels.varying import vary_like
 from moejax.varying import vary, varying_axes
 
@@ -106,18 +107,11 @@ def _gmm_body(visit_ref, x_ref, w_ref, out_ref, block_ref, *, tiles: Tiles, grou
         store(jnp.zeros((tiles.rows, tiles.cols), jnp.float32))
 
 
-def gmm(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
-    kernel: Kernel,
-) -> jax.Array:
-    """Multiply rows of lhs [M, K] by their group's matrix: rhs [G, K, N], or [G, N, K] with `transpose_rhs`."""
+def gmm(call: Product, kernel: Kernel) -> jax.Array:
+    """The product, [M, N]."""
+    lhs, rhs, group_sizes, transpose_rhs, out_dtype = call
     tiles = kernel.tiles or _TILES
-    (m, k), groups, n = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    m, k, n, groups = call.sizes
     _check(lhs.dtype, K=(k, tiles.depth), N=(n, tiles.cols))
     table = jnp.stack(visits(group_sizes, m, tiles.rows, tail=True, reverse=kernel.reverse), axis=1)
     return _kernel(
@@ -174,28 +168,21 @@ def _wgrad_body(bounds_ref, x_ref, dy_ref, out_ref, block_ref, *, tiles: Tiles, 
     pg.wait_smem_to_gmem(0)
 
 
-def wgrad(
-    lhs: jax.Array,
-    grad: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    out_dtype: DTypeLike,
-    accumulator: jax.Array | None,
-    kernel: Kernel,
-) -> jax.Array:
-    """Sum of lhs[row]^T grad[row] over each group's rows, [G, K, N]; added to a float32 `accumulator` if given."""
+def wgrad(call: WeightGradient, kernel: Kernel) -> jax.Array:
+    """The weight gradient, [G, K, N]."""
+    lhs, grad, group_sizes, _, _ = call
     tiles = kernel.tiles or _WGRAD_TILES
-    k, n, groups = lhs.shape[1], grad.shape[1], group_sizes.shape[0]
+    _, k, n, groups = call.sizes
     _check(lhs.dtype, K=(k, tiles.depth), N=(n, tiles.cols))
     total = _kernel(
         functools.partial(_wgrad_body, tiles=tiles, groups=groups, reverse=kernel.reverse),
         kernel,
         vary_like(jnp.stack(bounds(group_sizes), axis=1), lhs, grad),
         (groups, k, n),
-        out_dtype,
+        call.out_dtype,
         grid=(groups, k // tiles.depth, n // tiles.cols),
         grid_names=("group", "depth", "col"),
         kernel_name="moejax_gmm_wgrad",
-        scratch_types=[pg.SMEM((tiles.depth, tiles.cols), out_dtype)],
+        scratch_types=[pg.SMEM((tiles.depth, tiles.cols), call.out_dtype)],
     )
-    return total if accumulator is None else accumulator + total
+    return call.result(total)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as ptpu
-from jax.typing import DTypeLike
 
 from moejax.kernels.groups import visits
 from moejax.kernels.kernel import Kernel, Tiles
+from moejax.kernels.operands import Product, WeightGradient, precision
 from moejax.kernels.varying import output_type, vary_like
 from moejax.varying import varying_axes
 
@@ -33,10 +33,6 @@ def _zero_from(array: jax.Array, axis: int, limit: jax.Array) -> jax.Array:
     return jnp.where(index < limit, array.astype(jnp.float32), 0.0).astype(array.dtype)
 
 
-def _precision(dtype: DTypeLike) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
 def _gmm_kernel(group, block, lo, hi, x_ref, w_ref, out_ref, acc_ref, *, k: int, groups: int, transpose: bool):
     visit, step, steps = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     rows, depth = x_ref.shape
@@ -48,7 +44,7 @@ def _gmm_kernel(group, block, lo, hi, x_ref, w_ref, out_ref, acc_ref, *, k: int,
 
     def multiply(x: jax.Array, w: jax.Array) -> None:
         dims = (((1,), (1 if transpose else 0,)), ((), ()))
-        acc_ref[...] += lax.dot_general(x, w, dims, _precision(x.dtype), jnp.float32)
+        acc_ref[...] += lax.dot_general(x, w, dims, precision(x.dtype), jnp.float32)
 
     real, broken = some & (group[visit] < groups), (step == steps - 1) & (k % depth != 0)
 
@@ -75,18 +71,11 @@ def _gmm_kernel(group, block, lo, hi, x_ref, w_ref, out_ref, acc_ref, *, k: int,
         out_ref[...] = jnp.where(mine, acc_ref[...], out_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
 
 
-def gmm(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
-    kernel: Kernel,
-) -> jax.Array:
-    """Multiply rows of lhs [M, K] by their group's matrix: rhs [G, K, N], or [G, N, K] with `transpose_rhs`."""
+def gmm(call: Product, kernel: Kernel) -> jax.Array:
+    """The product, [M, N]."""
+    lhs, rhs, group_sizes, transpose_rhs, out_dtype = call
     tiles = kernel.tiles or _TILES
-    (m, k), groups, n = lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    m, k, n, groups = call.sizes
     rows, depth, cols = min(tiles.rows, m), min(tiles.depth, k), min(tiles.cols, n)
     steps = pl.cdiv(k, depth)
     table = visits(group_sizes, m, rows, tail=True, reverse=kernel.reverse)
@@ -136,7 +125,7 @@ def _wgrad_kernel(group, block, lo, hi, x_ref, dy_ref, *refs):
         acc_ref[...] = refs[0][...] if len(refs) == 3 else jnp.zeros_like(acc_ref)
 
     def multiply(x: jax.Array, dy: jax.Array) -> None:
-        acc_ref[...] += lax.dot_general(x, dy, (((0,), (0,)), ((), ())), _precision(x.dtype), jnp.float32)
+        acc_ref[...] += lax.dot_general(x, dy, (((0,), (0,)), ((), ())), precision(x.dtype), jnp.float32)
 
     @pl.when(full)
     def _():
@@ -155,18 +144,11 @@ def _wgrad_kernel(group, block, lo, hi, x_ref, dy_ref, *refs):
         out_ref[...] = acc_ref[...].astype(out_ref.dtype)
 
 
-def wgrad(
-    lhs: jax.Array,
-    grad: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    out_dtype: DTypeLike,
-    accumulator: jax.Array | None,
-    kernel: Kernel,
-) -> jax.Array:
-    """Sum of lhs[row]^T grad[row] over each group's rows, [G, K, N]; added to a float32 `accumulator` if given."""
+def wgrad(call: WeightGradient, kernel: Kernel) -> jax.Array:
+    """The weight gradient, [G, K, N]."""
+    lhs, grad, group_sizes, out_dtype, accumulator = call
     tiles = kernel.tiles or Tiles(rows=512, cols=512, depth=512)
-    (m, k), n, groups = lhs.shape, grad.shape[1], group_sizes.shape[0]
+    m, k, n, groups = call.sizes
     rows, depth, cols = min(tiles.rows, m), min(tiles.depth, k), min(tiles.cols, n)
     table = visits(group_sizes, m, rows, tail=False, reverse=kernel.reverse)
     extra = () if accumulator is None else (accumulator,)
@@ -176,7 +158,7 @@ def wgrad(
     moved = m * k * pl.cdiv(n, cols) + m * n * pl.cdiv(k, depth) + groups * k * n
     return pl.pallas_call(
         _wgrad_kernel,
-        out_shape=output_type((groups, k, n), out_dtype if accumulator is None else jnp.float32, varying_axes(*args)),
+        out_shape=output_type((groups, k, n), out_dtype, varying_axes(*args)),
         input_output_aliases={6: 0} if in_place else {},
         grid_spec=ptpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,

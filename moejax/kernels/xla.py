@@ -3,43 +3,40 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from moejax.kernels.groups import live_rows
-
-
-def _precision(dtype: DTypeLike) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+from moejax.kernels.kernel import Kernel
+from moejax.kernels.operands import Product, WeightGradient, precision
 
 
 def _mask(array: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return jnp.where(live_rows(group_sizes, array.shape[0])[:, None], array, 0)
 
 
-def gmm(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool, out_dtype: DTypeLike
-) -> jax.Array:
-    """Multiply rows of lhs [M, K] by their group's matrix: rhs [G, K, N], or [G, N, K] with `transpose_rhs`."""
+def gmm(call: Product, kernel: Kernel) -> jax.Array:
+    """The product, [M, N]."""
+    del kernel
+    lhs, rhs, group_sizes, transpose_rhs, out_dtype = call
     dims = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2 if transpose_rhs else 1,)), ((), ())),
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
     out = lax.ragged_dot_general(
-        _mask(lhs, group_sizes), rhs, group_sizes, dims, _precision(lhs.dtype), preferred_element_type=jnp.float32
+        _mask(lhs, group_sizes), rhs, group_sizes, dims, precision(lhs.dtype), preferred_element_type=jnp.float32
     )
     return _mask(out, group_sizes).astype(out_dtype)
 
 
-def wgrad(
-    lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, out_dtype: DTypeLike, accumulator: jax.Array | None
-) -> jax.Array:
-    """Sum of lhs[row]^T grad[row] over each group's rows, [G, K, N]; added to a float32 `accumulator` if given."""
+def wgrad(call: WeightGradient, kernel: Kernel) -> jax.Array:
+    """The weight gradient, [G, K, N]."""
+    del kernel
+    lhs, grad, group_sizes, _, _ = call
     dims = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
     lhs, grad = _mask(lhs, group_sizes), _mask(grad, group_sizes)
     total = lax.ragged_dot_general(
-        lhs, grad, group_sizes, dims, _precision(lhs.dtype), preferred_element_type=jnp.float32
+        lhs, grad, group_sizes, dims, precision(lhs.dtype), preferred_element_type=jnp.float32
     )
-    return total.astype(out_dtype) if accumulator is None else accumulator + total
+    return call.result(total)

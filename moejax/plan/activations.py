@@ -2,7 +2,8 @@
 
 `jax.vjp` says which arrays backward will read. Tracing it inside `shard_map` over an abstract mesh gives their
 shapes on one device, and needs no devices. What does not grow with the number of sequences is left out: weights in
-another shape, which are no copies, and gradients that are counted elsewhere.
+another shape, which are no copies, and gradients that are counted elsewhere. A slot of a pipeline's stash is another
+matter: it holds every leaf that the schedule does not find elsewhere.
 """
 
 import dataclasses
@@ -17,8 +18,10 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from moejax.axes import AXES, TOKEN_AXES
 from moejax.config import Config, LayerGroup, LossConfig, MoEConfig, RematConfig, WeightsConfig
 from moejax.model.decoder import Decoder
+from moejax.model.tokens import Tokens
 from moejax.nn.cross_entropy import CHUNK
-from moejax.sharding import is_layout, make_layouts
+from moejax.schedule.residuals import Residuals
+from moejax.sharding import compute_axes, is_layout, make_layouts
 from moejax.train.program import BATCH_KEYS
 from moejax.varying import vary
 
@@ -31,14 +34,40 @@ def saved_bytes(config: Config) -> int:
     return _sequence_bytes(dataclasses.replace(config, weights=WeightsConfig("step")))
 
 
-def layer_bytes(config: Config) -> int:
-    """Bytes of all that one repetition of a pattern makes of a sequence for its backward pass: the largest such."""
-    largest, config = 0, config.without_mtp
+def layer_bytes(config: Config) -> tuple[int, ...]:
+    """Bytes of all that one repetition of each pattern makes of a sequence for its backward pass."""
+    found, config = [], config.without_mtp
     for spec in config.model.layers:
         one = dataclasses.replace(config.model, layers=(LayerGroup(1, spec.pattern),), vocab_size=257)
         run = dataclasses.replace(config, model=one, **_WHOLE, **({} if one.num_moe_layers else _DENSE))
-        largest = max(largest, _sequence_bytes(run) - _ends_bytes(run))
-    return largest
+        found.append(_sequence_bytes(run) - _ends_bytes(run))
+    return tuple(found)
+
+
+def stash_bytes(config: Config) -> tuple[int, ...]:
+    """Bytes that a pipeline keeps of a microbatch for one repetition of each pattern: what `Residuals` takes apart.
+
+    Args:
+        config: A run without stages, whose only microbatch is one of the pipeline's.
+    """
+    decoder, found = Decoder(config), []
+
+    def body(weights: Any, batch: Any) -> jax.Array:
+        x_BSD = vary(decoder.embed(vary(weights, TOKEN_AXES), batch), TOKEN_AXES)
+        live = vary(batch["segments"][0, 0] > 0, TOKEN_AXES)
+        for name, group in decoder.groups.items():
+            run = group.recomputed(group.repetition, always=True)
+            w = vary(jax.tree.map(lambda a: a[0], weights[name]), TOKEN_AXES)
+
+            def one(w: Any, x: Any, run: Any = run) -> Any:
+                return run(w, x, Tokens(batch["segments"], batch["positions"], live))
+
+            _, pull = jax.vjp(one, w, x_BSD)
+            found.append(sum(_sizes(Residuals().split(pull, (w, batch, live)))))
+        return jnp.float32(0)
+
+    _trace(body, config, decoder)
+    return tuple(found)
 
 
 def logit_bytes(config: Config) -> int:
@@ -46,7 +75,8 @@ def logit_bytes(config: Config) -> int:
 
     Multi-token prediction has a second gradient of the head, while the first one waits.
     """
-    vocab, tokens = config.model.vocab_size, local_batch(config)[0] * local_batch(config)[1]
+    tokens = local_batch(config)[0] * local_batch(config)[1]
+    vocab = config.model.vocab_size // config.mesh.group(compute_axes(config, "vocab"))
     width = 4 if config.model.dtype == "float32" else 2
     head = config.model.d_model * vocab * (4 + width * (2 if config.model.mtp else 1))
     return min(CHUNK, tokens) * vocab * (2 * 4 + width) + head
@@ -75,14 +105,6 @@ def _sequence_bytes(config: Config) -> int:
 
 def _residual_bytes(config: Config) -> int:
     decoder = Decoder(config)
-    shapes = jax.tree.map(lambda s: s.shape, decoder.shapes)
-    plain = dataclasses.replace(config.sharding, compute={}, storage={})
-    layouts = make_layouts(decoder.dims, shapes, dataclasses.replace(config, sharding=plain))
-    weights = jax.tree.map(
-        lambda layout: jax.ShapeDtypeStruct(layout.shape, layout.dtype(decoder.dtype)), layouts, is_leaf=is_layout
-    )
-    specs = jax.tree.map(lambda layout: layout.compute_spec, layouts, is_leaf=is_layout)
-    batch = {key: jax.ShapeDtypeStruct(_global_batch(config), jnp.int32) for key in BATCH_KEYS}
     found: list[int] = []
 
     def body(weights: Any, batch: Any) -> jax.Array:
@@ -92,7 +114,7 @@ def _residual_bytes(config: Config) -> int:
         found.append(sum(_sizes(leaf for leaf in jax.tree.leaves(pullback) if id(leaf) not in known)))
         return jax.lax.psum(sums.ce, TOKEN_AXES)
 
-    _trace(body, config, (specs, PartitionSpec(("data", "expert"), "context")), (weights, batch))
+    _trace(body, config, decoder)
     return found[0]
 
 
@@ -108,8 +130,18 @@ def _sizes(leaves: Iterable[Any]) -> Iterable[int]:
             yield math.prod(leaf.shape) * (1 if leaf.dtype == bool else leaf.dtype.itemsize)
 
 
-def _trace(body: Callable[..., Any], config: Config, specs: Any, arguments: Any) -> None:
+def _trace(body: Callable[[Any, Any], jax.Array], config: Config, decoder: Decoder) -> None:
+    """Trace a function of compute weights and one microbatch as it runs on one device."""
+    shapes = jax.tree.map(lambda s: s.shape, decoder.shapes)
+    plain = dataclasses.replace(config.sharding, compute={}, storage={})
+    layouts = make_layouts(decoder.dims, shapes, dataclasses.replace(config, sharding=plain))
+    weights = jax.tree.map(
+        lambda layout: jax.ShapeDtypeStruct(layout.shape, layout.dtype(decoder.dtype)), layouts, is_leaf=is_layout
+    )
+    specs = jax.tree.map(lambda layout: layout.compute_spec, layouts, is_leaf=is_layout)
+    batch = {key: jax.ShapeDtypeStruct(_global_batch(config), jnp.int32) for key in BATCH_KEYS}
     mesh = AbstractMesh(config.mesh.shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    specs = (specs, PartitionSpec(("data", "expert"), "context"))
     jax.eval_shape(
-        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=True), *arguments
+        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=True), weights, batch
     )

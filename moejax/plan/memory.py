@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from moejax.config import Config, PipelineConfig, RematConfig, RunConfig, ShardingConfig, WeightsConfig
-from moejax.plan.activations import layer_bytes, local_batch, logit_bytes, saved_bytes
+from moejax.plan.activations import layer_bytes, local_batch, logit_bytes, saved_bytes, stash_bytes
 from moejax.plan.exchange import exchange_of, exchange_sizes
 from moejax.plan.tensors import Tensor
 from moejax.plan.turns import table_of
@@ -19,22 +19,69 @@ from moejax.sharding import compute_axes
 from moejax.stages import plan_stages
 
 
-def memory(config: Config, tensors: Sequence[Tensor]) -> dict[str, int]:
+def memory(config: Config, tensors: Sequence[Tensor], platform: str | None = None) -> dict[str, int]:
     """Bytes on one device while a step runs, by class; together they are its peak.
+
+    Args:
+        config: The run.
+        tensors: Its parameters.
+        platform: `cpu`, `gpu` or `tpu`: whose compiler makes the program; None leaves out what one of them alone does.
 
     Returns:
         The classes of `state_memory`; `saved activations` that forward leaves for backward; `exchange buffers` of one
-        layer; and `workspace`: what else one layer, or the loss, needs at its peak.
+        layer; `workspace`: what else one layer, or the loss, needs at its peak; and `copies` that a compiler makes.
     """
-    saved, layer = _activations(config)
-    saved = _stashed(config, saved)
+    saved, layers, kept = _activations(config, platform)
+    layer = _layer_workspace(config, layers, kept, platform)
     buffers = min(exchange_bytes(config), layer)
     rest = {
         "saved activations": saved,
         "exchange buffers": buffers,
-        "workspace": max(layer + _expert_workspace(config) - buffers, logit_bytes(config) - buffers),
+        "workspace": max(layer, logit_bytes(config)) - buffers,
+        "copies": _copies(config, tensors, platform),
     }
     return state_memory(config, tensors) | rest
+
+
+def _layer_workspace(config: Config, layers: Sequence[int], kept: Sequence[int], platform: str | None) -> int:
+    """What backward makes of one layer.
+
+    XLA turns a loop of one turn into straight code, and on CPUs schedules what it recomputes there as early as it can:
+    what such layers recompute is all there at once, and beside what the layer in a loop does.
+
+    Args:
+        config: The run.
+        layers: Bytes of all that one repetition of each group makes.
+        kept: Bytes that forward keeps of it; asked for on CPUs alone.
+        platform: Whose compiler makes the program.
+    """
+    groups = config.model.layers
+    placed = plan_stages(config).per_chunk if config.mesh.stage > 1 else tuple(group.repeat for group in groups)
+    has_experts = [any(spec.ffn == "moe" for spec in group.pattern) for group in groups]
+    experts = _expert_workspace(config)
+    sizes = [size + experts * some for size, some in zip(layers, has_experts, strict=True)]
+    if platform != "cpu":
+        return max(sizes)
+    early = [slots == 1 and config.remat.of(index) != "none" for index, slots in enumerate(placed)]
+    looped = max((size for size, alone in zip(sizes, early, strict=True) if not alone), default=0)
+    return looped + sum(max(size - k, 0) for size, k, alone in zip(sizes, kept, early, strict=True) if alone)
+
+
+def _copies(config: Config, tensors: Sequence[Tensor], platform: str | None) -> int:
+    """Copies that a compiler makes of what is counted already.
+
+    XLA for CPU copies the optimizer's state before it updates it, though its memory is donated, and allocates at the
+    start what a pipeline's gradients are scattered into. XLA for TPU holds the experts' and the attention's weights of
+    a pipeline twice: as the gather leaves them, for the phases that only go forward or backward, and in the layout in
+    which the phase of both reads them.
+    """
+    if platform == "cpu":
+        scattered = sum(4 * tensor.storage_size for tensor in tensors if tensor.layout.slots)
+        return sum(tensor.optimizer_bytes for tensor in tensors) + scattered
+    if platform == "tpu" and config.mesh.stage > 1:
+        parts = ("attention", "routed experts")
+        return sum(tensor.compute_bytes for tensor in tensors if tensor.stacked and tensor.part in parts)
+    return 0
 
 
 def _expert_workspace(config: Config) -> int:
@@ -47,22 +94,6 @@ def _expert_workspace(config: Config) -> int:
     return exchange_sizes(config).rows * inner * hidden * (4 if config.model.dtype == "float32" else 2)
 
 
-def _stashed(config: Config, saved: int) -> int:
-    """Saved activations of the layers and microbatches that a pipeline stage holds at once.
-
-    A slot of the schedule's table holds those of one chunk of layers; one slot more takes what bubbles write. Hidden
-    states that wait for the head's gradient come on top. Without a pipeline: those of all layers and one microbatch.
-    """
-    table = table_of(config)
-    if table is None:
-        return saved
-    groups, placed = config.model.layers, plan_stages(config).per_chunk
-    layers = sum(slots * len(group.pattern) for slots, group in zip(placed, groups, strict=True))
-    rows, length = local_batch(config)
-    hidden = rows * length * config.model.d_model * (4 if config.model.dtype == "float32" else 2)
-    return saved * layers * (table.depth + 1) // config.model.num_layers + (table.head_depth + 1) * hidden
-
-
 def exchange_bytes(config: Config) -> int:
     """Bytes of the rows that one MoE layer sends, receives and sorts by expert, one way."""
     if not config.model.num_moe_layers:
@@ -73,11 +104,14 @@ def exchange_bytes(config: Config) -> int:
     return (moved + sizes.rows) * width * (config.model.moe.latent_dim or config.model.d_model)
 
 
-def _activations(config: Config) -> tuple[int, int]:
-    """Bytes of saved activations, and of one layer's; both grow with the sequences of a microbatch."""
-    rows, _ = local_batch(config)
-    if config.mesh.stage > 1:  # the head runs its backward pass at once, and multi-token prediction with it
-        config = config.without_mtp
+def _activations(config: Config, platform: str | None) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Bytes of saved activations; of all that one repetition of each group makes; and what forward keeps of that.
+
+    A slot of a pipeline's stash holds what one chunk of layers keeps of one microbatch. One slot more takes what
+    bubbles write, and one is out of the stash: made by forward, or read by backward. Hidden states that wait for the
+    head's gradient come on top, with one place more too.
+    """
+    rows, length = local_batch(config)
     alone = dataclasses.replace(
         config,
         run=RunConfig(),
@@ -88,8 +122,16 @@ def _activations(config: Config) -> tuple[int, int]:
         weights=WeightsConfig(),
         sharding=ShardingConfig(),
     )
-    layer = _layer_bytes(_Frozen(dataclasses.replace(alone, remat=RematConfig("none"))))
-    return rows * _saved_bytes(_Frozen(alone)), rows * layer
+    layers = _layer_bytes(_Frozen(dataclasses.replace(alone, remat=RematConfig("none"))))
+    layers = tuple(rows * layer for layer in layers)
+    whole = dataclasses.replace(alone, data=dataclasses.replace(alone.data, batch_size=rows * config.mesh.expert))
+    table = table_of(config)
+    kept = _stash_bytes(_Frozen(whole)) if table is not None or platform == "cpu" else ()
+    if table is None:
+        return rows * _saved_bytes(_Frozen(alone)), layers, kept
+    slot = sum(size * slots for size, slots in zip(kept, plan_stages(config).per_chunk, strict=True))
+    hidden = rows * length * config.model.d_model * (4 if config.model.dtype == "float32" else 2)
+    return slot * (table.depth + 2) + (table.head_depth + 1) * hidden, layers, kept
 
 
 class _Frozen:
@@ -111,8 +153,13 @@ def _saved_bytes(frozen: _Frozen) -> int:
 
 
 @cache
-def _layer_bytes(frozen: _Frozen) -> int:
+def _layer_bytes(frozen: _Frozen) -> tuple[int, ...]:
     return layer_bytes(frozen.config)
+
+
+@cache
+def _stash_bytes(frozen: _Frozen) -> tuple[int, ...]:
+    return stash_bytes(frozen.config)
 
 
 def state_memory(config: Config, tensors: Sequence[Tensor]) -> dict[str, int]:
@@ -129,7 +176,7 @@ def state_memory(config: Config, tensors: Sequence[Tensor]) -> dict[str, int]:
     compute = sum(tensor.compute_bytes for tensor in tensors)
     stored = sum(4 * tensor.storage_size for tensor in tensors)
     if config.mesh.stage > 1:
-        gradients, accumulators = _largest_layer(tensors), sum(4 * tensor.compute_size for tensor in tensors)
+        gradients, accumulators = _gradients_of_stage(tensors), sum(4 * tensor.compute_size for tensor in tensors)
     elif mode == "step":
         gradients, accumulators = compute, sum(4 * tensor.compute_size for tensor in tensors)
     elif mode == "microbatch":
@@ -148,12 +195,36 @@ def state_memory(config: Config, tensors: Sequence[Tensor]) -> dict[str, int]:
 
 def _largest_layer(tensors: Sequence[Tensor]) -> int:
     """Bytes of compute weights of the largest repetition of a group, with embedding, head and last norm."""
+    layers = _by_group(tensors)
+    return layers.pop("", 0) + max(layers.values(), default=0)
+
+
+def _gradients_of_stage(tensors: Sequence[Tensor]) -> int:
+    """Bytes of gradients that wait to be added to a stage's float32 accumulators.
+
+    Of the head, and of what runs with it, in float32, from its loss to the end of the tick. Of the layer that runs
+    backward in the compute type, or those of its largest tensor in float32, as the matmul makes it and once more in the
+    accumulator's layout.
+    """
+    ends = [tensor for tensor in tensors if not tensor.stacked]
+    head = [tensor for tensor in ends if tensor.part == "head"] or ends
+    head += [tensor for tensor in tensors if tensor.layout.shared]
+    layer = max((size for group, size in _by_group(tensors).items() if group), default=0)
+    largest = max(
+        (tensor.compute_size // len(tensor.layout.slots[0]) for tensor in tensors if tensor.layout.slots), default=0
+    )
+    return sum(4 * tensor.compute_size for tensor in head) + max(layer, 2 * 4 * largest)
+
+
+def _by_group(tensors: Sequence[Tensor]) -> dict[str, int]:
+    """Bytes of compute weights of one repetition of each group, and under an empty name those of no group."""
     layers: dict[str, int] = {}
     for tensor in tensors:
         group = tensor.name.partition(".")[0] if tensor.stacked else ""
-        repeat = tensor.layout.shape[0] if tensor.stacked else 1
+        slots = tensor.layout.slots
+        repeat = (len(slots[0]) if slots else tensor.layout.shape[0]) if tensor.stacked else 1
         layers[group] = layers.get(group, 0) + tensor.compute_bytes // repeat
-    return layers.pop("", 0) + max(layers.values(), default=0)
+    return layers
 
 
 def bytes_per_parameter(replicas: int, expert_ranks: int | None = None, distributed: bool = True) -> float:

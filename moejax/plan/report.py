@@ -47,7 +47,7 @@ def make_report(config: Config, target: Target | None = None, compiled: Compiled
             "tokens_per_step": tokens_per_step(config),
             "per_step": sum(flops.values()) * tokens_per_step(config),
         },
-        "memory": memory(config, found),
+        "memory": memory(config, found, target.platform if target else None),
         "traffic": [_move(move, config, target) for move in moves],
         "tensors": [tensor.as_dict() for tensor in found],
     }
@@ -160,13 +160,19 @@ def _compiled(config: Config, moves: list[Move], compiled: Compiled, estimate: i
     }
 
 
+CLOSE = 0.15
+"""Difference between the memory estimate and the compiler's peak that needs no warning."""
+
+
 def _difference(estimate: int, peak: int) -> str:
-    """One line that explains the difference between the estimate and the compiler's figure."""
+    """One line that explains how the estimate differs from the compiler's figure; a warning if by much."""
     share = estimate / peak - 1
     if abs(share) < 0.02:
-        return f"the estimate is within {abs(share):.1%} of the compiler's peak"
-    if share > 0:
-        return f"the estimate is {share:.1%} above: the compiler reuses memory of classes that are not needed at once"
-    return (
-        f"the estimate is {-share:.1%} below: the compiler keeps copies, padding or more temporaries than one layer's"
-    )
+        return f"the estimate of memory is within {abs(share):.1%} of the compiler's peak"
+    side, why = "above", "the compiler reuses memory of classes that are not needed at once"
+    if share < 0:
+        side, why = "below", "the compiler keeps copies, padding or more temporaries than one layer's"
+    line = f"the estimate of memory is {abs(share):.1%} {side} the compiler's peak: {why}"
+    if abs(share) <= CLOSE:
+        return line
+    return f"warning: {line}; rely on the compiler's figure, and allow for as much in estimates of similar layouts"

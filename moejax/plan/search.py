@@ -61,7 +61,7 @@ def evaluate(config: Config, target: Target, change: tuple[str, ...] = ()) -> Ca
     """Estimate one configuration."""
     found = tensors(config)
     limit = int(HEADROOM * target.memory * target.share(config.mesh.size))
-    return Candidate(change, config, step_cost(config, found, target), memory(config, found), limit)
+    return Candidate(change, config, step_cost(config, found, target), memory(config, found, target.platform), limit)
 
 
 def changed(config: Config, changes: dict[str, object]) -> Config | None:
@@ -187,7 +187,9 @@ def largest_microbatch(config: Config, target: Target) -> int:
     for rows in _powers(1 << 16):
         changes: dict[str, object] = {"data.batch_size": rows * shards, "train.microbatches": 1}
         other = changed(config, changes)
-        if other is None or not evaluate(other, target).fits:
+        if other is None:  # too few for stages to share multi-token prediction
+            continue
+        if not evaluate(other, target).fits:
             break
         best = rows
     return best

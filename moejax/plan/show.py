@@ -49,7 +49,9 @@ def show_report(report: dict[str, Any], console: Console | None = None) -> None:
         show_search(report["search"], console)
     if "compiled" in report:
         compiled = report["compiled"]
-        console.print(f"compiled in {compiled['seconds']:.0f} s; {compiled['memory_difference']}")
+        line = compiled["memory_difference"]
+        console.print(f"compiled in {compiled['seconds']:.0f} s")
+        console.print(line, style="bold yellow" if line.startswith("warning") else None, markup=False, soft_wrap=True)
 
 
 def show_search(found: Sequence[dict[str, Any]], console: Console | None = None) -> None:
