@@ -114,3 +114,24 @@ def test_result_and_gradients(kernel, activation, gather, scaled):
             assert oracle.relative_error(d_tokens, want_tokens) < bound, name
         else:
             assert oracle.worst_row_group(d_tokens, d_x, sizes) < bound, name
+
+
+@pytest.mark.parametrize(
+    ("error", "changes"),
+    [
+        (ValueError, {"up": np.zeros((G, D, 3, F), np.float32)}),
+        (ValueError, {"down": np.zeros((G, D, F), np.float32)}),
+        (ValueError, {"group_sizes": np.zeros(G + 1, np.int32)}),
+        (TypeError, {"down": np.zeros((G, F, D), np.float16)}),
+        (TypeError, {"scale": np.zeros(M, np.float16)}),
+    ],
+)
+def test_arguments_that_do_not_fit(error, changes):
+    zeros = {
+        "lhs": np.zeros((M, D), np.float32),
+        "up": np.zeros((G, D, 2, F), np.float32),
+        "down": np.zeros((G, F, D), np.float32),
+        "group_sizes": np.zeros(G, np.int32),
+    }
+    with pytest.raises(error, match="expert_ffn: (shapes|types) do not fit"):
+        expert_ffn(**zeros | changes, activation=ACTIVATIONS["swiglu"])

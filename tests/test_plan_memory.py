@@ -18,7 +18,7 @@ MIXED = (LayerGroup(1, (LayerSpec("dense"),)), LayerGroup(7))
 
 
 def configuration(mesh: MeshConfig, layers: tuple[LayerGroup, ...], remat: str, **sections) -> Config:
-    """Two sequences of 64 tokens a device and microbatch; wide enough that what is counted is most of the memory."""
+    """Two sequences of 64 tokens for each device and microbatch; wide enough that what is counted is most of the memory."""
     pipelined = mesh.stage > 1
     run = tiny.config(model=dataclasses.replace(tiny.MODEL, d_model=64, mlp_dim=128, layers=layers))
     turns = 8 if pipelined else 1
@@ -27,7 +27,9 @@ def configuration(mesh: MeshConfig, layers: tuple[LayerGroup, ...], remat: str, 
         mesh=mesh,
         remat=RematConfig(remat),  # type: ignore[arg-type]
         train=dataclasses.replace(run.train, microbatches=turns),
-        data=dataclasses.replace(run.data, batch_size=2 * mesh.data * mesh.expert * turns, sequence_length=64),
+        data=dataclasses.replace(
+            run.data, batch_size=2 * mesh.data * mesh.expert * turns, sequence_length=64 * mesh.context
+        ),
         **sections,
     )
 

@@ -64,8 +64,9 @@ def expert_ffn(
         or down.shape != (up.shape[0], up.shape[3], lhs.shape[1])
     ):
         raise ValueError(f"expert_ffn: shapes do not fit: {lhs.shape=} {up.shape=} {down.shape=} {group_sizes.shape=}")
-    if not lhs.dtype == up.dtype == down.dtype:
-        raise TypeError(f"expert_ffn: types do not fit: {lhs.dtype=} {up.dtype=} {down.dtype=}")
+    if not lhs.dtype == up.dtype == down.dtype or (scale is not None and scale.dtype != jnp.float32):
+        weight = "no scale" if scale is None else f"{scale.dtype=}"
+        raise TypeError(f"expert_ffn: types do not fit: {lhs.dtype=} {up.dtype=} {down.dtype=} {weight}")
     num_rows = lhs.shape[0] if index is None else index.shape[0]
     backends = table.backends(backend, lhs.dtype, num_rows, up.shape[0])
     args: Any = (lhs, up, down, group_sizes.astype(jnp.int32), scale, index)
@@ -92,14 +93,10 @@ def _gathered(lhs: jax.Array, index: jax.Array | None, group_sizes: jax.Array) -
 
 
 def _hidden(pre: jax.Array, scale: jax.Array | None, activation: Activation, inner: int) -> jax.Array:
-    """Hidden rows in float32 from the projections [M, g F]."""
+    """Hidden rows in float32 from the projections [M, g F]; rows past the sum of sizes may be NaN, which none reads."""
     parts = jnp.split(pre.astype(jnp.float32), inner, axis=-1)
     hidden = activation(parts[0], parts[-1])
     return hidden if scale is None else hidden * scale[:, None]
-
-
-def _live_scale(scale: jax.Array | None, group_sizes: jax.Array, num_rows: int) -> jax.Array | None:
-    return None if scale is None else jnp.where(live_rows(group_sizes, num_rows), scale.astype(jnp.float32), 0.0)
 
 
 def _forward(lhs, up, down, group_sizes, scale, index, activation: Activation, backends: Backends):
@@ -113,7 +110,7 @@ def _forward(lhs, up, down, group_sizes, scale, index, activation: Activation, b
         else:
             rows = _gathered(lhs, index, group_sizes)
             pre = checkpoint_name(dispatch.gmm(rows, _merged(up), group_sizes, kernel=kernel), "experts")
-            hidden = _hidden(pre, _live_scale(scale, group_sizes, pre.shape[0]), activation, up.shape[2])
+            hidden = _hidden(pre, scale, activation, up.shape[2])
         out = dispatch.gmm(hidden.astype(lhs.dtype), down, group_sizes, kernel=kernel)
     return out, (lhs, up, down, group_sizes, scale, index, pre)
 
@@ -132,7 +129,7 @@ def _hidden_gradients(
         from moejax.kernels import gpu_ffn
 
         return gpu_ffn.hidden_gradients(grad, down, pre, group_sizes, scale, activation=activation, kernel=kernel)
-    scale, inner = _live_scale(scale, group_sizes, pre.shape[0]), pre.shape[1] // down.shape[1]
+    inner = pre.shape[1] // down.shape[1]
     grad_hidden = dispatch.gmm(grad, down, group_sizes, kernel=kernel, transpose_rhs=True)
     hidden, pullback = jax.vjp(functools.partial(_hidden, activation=activation, inner=inner), pre, scale)
     return hidden.astype(grad.dtype), *pullback(grad_hidden.astype(jnp.float32))
@@ -153,8 +150,6 @@ def _backward(activation: Activation, backends: Backends, residuals, grad):
     if index is not None:
         total = jnp.zeros_like(lhs, jnp.float32).at[_source(index, group_sizes)].add(grad_lhs.astype(jnp.float32))
         grad_lhs = total.astype(lhs.dtype)
-    if grad_scale is not None:
-        grad_scale = grad_scale.astype(scale.dtype)
     return grad_lhs, grad_up, grad_down, None, grad_scale, None
 
 

@@ -69,15 +69,15 @@ def _hidden_kernel(table_ref, x_ref, w_ref, *refs, activation, tiles, shape, gat
         totals = lax.fori_loop(jnp.int32(0), steps, step, (zeros,) * inner)
         hidden = activation(totals[0], totals[-1])
         if scale_ref is not None:
-            hidden = hidden * _scale(scale_ref, rows, mine & (group < groups))
+            hidden = hidden * _scale(scale_ref, rows, mine)
         mask = outer(mine, cols, (tiles.rows, tiles.cols))
         _store(hidden_ref, row, col, hidden, mask, tiles)
         for part, value in enumerate(totals):
             _store(pre_ref, row, part * f + col, value, mask, tiles)
 
 
-def _scale(ref, rows: jax.Array, live: jax.Array) -> jax.Array:
-    return pt.load(ref.at[rows], mask=live, other=0.0).astype(jnp.float32)[:, None]
+def _scale(ref, rows: jax.Array, mine: jax.Array) -> jax.Array:
+    return pt.load(ref.at[rows], mask=mine, other=0.0).astype(jnp.float32)[:, None]
 
 
 def _store(ref, row, col, value: jax.Array, mask: jax.Array | None, tiles: Tiles) -> None:
@@ -100,13 +100,13 @@ def hidden_rows(
         lhs: [T, D], read through `index`; [M, D] without it.
         up: [G, D, g, F], gate first.
         group_sizes: int32 [G].
-        scale: [M], or None.
+        scale: float32 [M], or None.
         index: Row of lhs for each row of the result, int32 [M], or None.
         activation: Elementwise, of gate and up; zeros give zero.
         kernel: Tiles and hooks.
 
     Returns:
-        [M, F] and [M, g F] of the type of lhs, zero past the sum of sizes.
+        [M, F] and [M, g F] of the type of lhs; past the sum of sizes the second is zero, the first may be anything.
     """
     tiles = kernel.tiles or _TILES
     groups, k, inner, f = up.shape
@@ -155,7 +155,7 @@ def _gradient_kernel(table_ref, dy_ref, w_ref, pre_ref, *refs, activation, tiles
         hidden = differentiate()[0]
         if scaled:  # one summand of the gradient of the scale for every tile of columns
             pt.store(refs[-1].at[col_tile, rows], jnp.sum(grad * hidden, axis=1), mask=mine)
-            scale = _scale(refs[0], rows, mine & (group < groups))
+            scale = _scale(refs[0], rows, mine)
             hidden, grad = hidden * scale, grad * scale
         _store(hidden_ref, row, col, hidden, mask, tiles)
         for part in range(inner):  # projections are loaded again, after a store: to keep all in registers spills them
@@ -184,7 +184,8 @@ def hidden_gradients(
         kernel: Tiles and hooks.
 
     Returns:
-        [M, F] and [M, g F] of the type of grad, float32 [M] or None; zero past the sum of sizes.
+        [M, F] and [M, g F] of the type of grad, float32 [M] or None; past the sum of sizes the last is zero, the
+        others may be anything.
     """
     tiles = kernel.tiles or _TILES
     (m, k), (groups, f, _) = grad.shape, down.shape

@@ -31,7 +31,7 @@ def memory(config: Config, tensors: Sequence[Tensor], platform: str | None = Non
         The classes of `state_memory`; `saved activations` that forward leaves for backward; `exchange buffers` of one
         layer; `workspace`: what else one layer, or the loss, needs at its peak; and `copies` that a compiler makes.
     """
-    saved, layers, kept = _activations(config, platform)
+    saved, layers, kept = _activations(config)
     layer = _layer_workspace(config, layers, kept, platform)
     buffers = min(exchange_bytes(config), layer)
     rest = {
@@ -44,7 +44,7 @@ def memory(config: Config, tensors: Sequence[Tensor], platform: str | None = Non
 
 
 def _layer_workspace(config: Config, layers: Sequence[int], kept: Sequence[int], platform: str | None) -> int:
-    """What backward makes of one layer.
+    """What backward makes of one layer: what it computes again, and what the experts' gradient rule makes.
 
     XLA turns a loop of one turn into straight code, and on CPUs schedules what it recomputes there as early as it can:
     what such layers recompute is all there at once, and beside what the layer in a loop does.
@@ -52,19 +52,19 @@ def _layer_workspace(config: Config, layers: Sequence[int], kept: Sequence[int],
     Args:
         config: The run.
         layers: Bytes of all that one repetition of each group makes.
-        kept: Bytes that forward keeps of it; asked for on CPUs alone.
+        kept: Bytes that forward keeps of it, which backward reads where they lie.
         platform: Whose compiler makes the program.
     """
     groups = config.model.layers
     placed = plan_stages(config).per_chunk if config.mesh.stage > 1 else tuple(group.repeat for group in groups)
     has_experts = [any(spec.ffn == "moe" for spec in group.pattern) for group in groups]
     experts = _expert_workspace(config)
-    sizes = [size + experts * some for size, some in zip(layers, has_experts, strict=True)]
+    sizes = [max(made - k, 0) + experts * some for made, k, some in zip(layers, kept, has_experts, strict=True)]
     if platform != "cpu":
         return max(sizes)
     early = [slots == 1 and config.remat.of(index) != "none" for index, slots in enumerate(placed)]
     looped = max((size for size, alone in zip(sizes, early, strict=True) if not alone), default=0)
-    return looped + sum(max(size - k, 0) for size, k, alone in zip(sizes, kept, early, strict=True) if alone)
+    return looped + sum(size for size, alone in zip(sizes, early, strict=True) if alone)
 
 
 def _copies(config: Config, tensors: Sequence[Tensor], platform: str | None) -> int:
@@ -104,7 +104,7 @@ def exchange_bytes(config: Config) -> int:
     return (moved + sizes.rows) * width * (config.model.moe.latent_dim or config.model.d_model)
 
 
-def _activations(config: Config, platform: str | None) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def _activations(config: Config) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Bytes of saved activations; of all that one repetition of each group makes; and what forward keeps of that.
 
     A slot of a pipeline's stash holds what one chunk of layers keeps of one microbatch. One slot more takes what
@@ -126,9 +126,10 @@ def _activations(config: Config, platform: str | None) -> tuple[int, tuple[int, 
     layers = tuple(rows * layer for layer in layers)
     whole = dataclasses.replace(alone, data=dataclasses.replace(alone.data, batch_size=rows * config.mesh.expert))
     table = table_of(config)
-    kept = _stash_bytes(_Frozen(whole)) if table is not None or platform == "cpu" else ()
     if table is None:
+        kept = tuple(rows * size for size in _stash_bytes(_Frozen(alone)))
         return rows * _saved_bytes(_Frozen(alone)), layers, kept
+    kept = _stash_bytes(_Frozen(whole))
     slot = sum(size * slots for size, slots in zip(kept, plan_stages(config).per_chunk, strict=True))
     hidden = rows * length * config.model.d_model * (4 if config.model.dtype == "float32" else 2)
     return slot * (table.depth + 2) + (table.head_depth + 1) * hidden, layers, kept
