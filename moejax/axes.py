@@ -25,6 +25,7 @@ DIMS = {
     "expert_mlp": "hidden width of routed experts",
     "latent": "width that the experts of a latent MoE see",
     "gate_up": "the gate and the up projection, side by side",
+    "joined": "hidden state and embedding of a token, side by side",
     "norm": "width of a normalisation scale",
 }
 """Logical dims of parameters, with what they count. Sharding rules are keyed by these names."""

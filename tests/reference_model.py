@@ -84,38 +84,74 @@ def _moe(x, w, valid, config, product):
     return y, balance * valid.sum(), jnp.where(valid, lse**2, 0.0).sum(), chosen.sum(0)
 
 
+def _layer(x, w, spec, row, valid, config: Config, product):
+    """One layer, with balance loss, z-loss and counts of its router; zeros and None without one."""
+    eps = config.model.norm_eps
+    y = _norm(x, w["attention_norm"]["scale"], eps)
+    x = x + _attention(y, w["attention"], row["segments"], row["positions"], spec.window, config, product)
+    y = _norm(x, w["ffn_norm"]["scale"], eps)
+    if spec.ffn == "dense":
+        return x + _mlp(y, w["ffn"]["gate_up"], w["ffn"]["down"], product), 0.0, 0.0, None
+    y, balance, z, counts = _moe(y, w["ffn"], valid, config, product)
+    return x + y, balance, z, counts
+
+
+def _cross_entropy(params, x, targets, valid):
+    head = params["head"] if "head" in params else params["embed"].T
+    logp = jax.nn.log_softmax(jnp.matmul(x, head, precision=HIGHEST), -1)
+    return -jnp.where(valid, logp[jnp.arange(len(valid)), targets], 0.0).sum()
+
+
+def _modules(params, x, row, config: Config, product):
+    """Multi-token prediction, one position after the other: cross-entropy, balance loss, z-loss and counts of each."""
+    eps, length = config.model.norm_eps, len(row["tokens"])
+    found = []
+    for k in range(1, config.model.mtp + 1):
+        w = jax.tree.map(lambda a, k=k: a[k - 1], params["mtp"])
+        own = _norm(x, w["join"]["hidden_norm"]["scale"], eps)
+        embedded = _norm(params["embed"][row["tokens"]], w["join"]["embed_norm"]["scale"], eps)
+        joined, targets, valid = [], [], []
+        for i in range(length):
+            inside = i + k < length
+            ahead = i + k if inside else 0
+            together = [row["segments"][i] == row["segments"][j] for j in range(i, min(i + k + 1, length))]
+            valid.append(jnp.stack([row["segments"][i] > 0, jnp.bool_(inside), *together]).all())
+            joined.append(jnp.concatenate([own[i], embedded[ahead]]))
+            targets.append(row["targets"][ahead])
+        valid, spec = jnp.stack(valid), config.model.layers[-1].pattern[-1]
+        x = product(jnp.stack(joined), w["join"]["projection"])
+        x, *router = _layer(x, w["0"], spec, row, valid, config, product)
+        y = _norm(x, w["join"]["final_norm"]["scale"], eps)
+        found.append((_cross_entropy(params, y, jnp.stack(targets), valid), *router))
+    return found
+
+
 def _sequence(params, row, config: Config, product):
     valid = row["segments"] > 0
     x = params["embed"][row["tokens"]]
-    balance = z = jnp.float32(0)
-    counts = []
+    routers, mtp = [], jnp.float32(0)
     for g, group in enumerate(config.model.layers):
         for repetition in range(group.repeat):
             for i, spec in enumerate(group.pattern):
                 w = jax.tree.map(lambda a, r=repetition: a[r], params[f"groups_{g}"][str(i)])
-                y = _norm(x, w["attention_norm"]["scale"], config.model.norm_eps)
-                x = x + _attention(y, w["attention"], row["segments"], row["positions"], spec.window, config, product)
-                y = _norm(x, w["ffn_norm"]["scale"], config.model.norm_eps)
-                if spec.ffn == "dense":
-                    x = x + _mlp(y, w["ffn"]["gate_up"], w["ffn"]["down"], product)
-                else:
-                    y, b, zz, c = _moe(y, w["ffn"], valid, config, product)
-                    x, balance, z = x + y, balance + b, z + zz
-                    counts.append(c)
-    x = _norm(x, params["final_norm"]["scale"], config.model.norm_eps)
-    head = params["head"] if "head" in params else params["embed"].T
-    logp = jax.nn.log_softmax(jnp.matmul(x, head, precision=HIGHEST), -1)
-    ce = -jnp.where(valid, logp[jnp.arange(len(valid)), row["targets"]], 0.0).sum()
-    return ce, balance, z, valid.sum(), jnp.stack(counts) if counts else jnp.zeros((1, 1), jnp.int32)
+                x, *router = _layer(x, w, spec, row, valid, config, product)
+                routers.append(router)
+    for ce, *router in _modules(params, x, row, config, product):
+        mtp += ce
+        routers.append(router)
+    ce = _cross_entropy(params, _norm(x, params["final_norm"]["scale"], config.model.norm_eps), row["targets"], valid)
+    balance, z = (jnp.stack([jnp.asarray(router[i], jnp.float32) for router in routers]).sum() for i in range(2))
+    counts = [router[2] for router in routers if router[2] is not None] or [jnp.zeros(1, jnp.int32)]
+    return ce, balance, z, mtp, valid.sum(), jnp.stack(counts)
 
 
 def reference_loss(params, batch, config: Config, product=exact):
-    """Loss of a whole batch and its parts: ce, balance, z, and requested counts [L, E]."""
-    ce, balance, z, tokens, counts = jax.vmap(lambda row: _sequence(params, row, config, product))(batch)
+    """Loss of a whole batch and its parts: ce, balance, z, mtp, and requested counts [L, E]."""
+    ce, balance, z, mtp, tokens, counts = jax.vmap(lambda row: _sequence(params, row, config, product))(batch)
     n = tokens.sum().astype(jnp.float32)
-    layers = max(config.model.num_moe_layers, 1)
+    layers = len(counts[0])
     parts = {"ce_loss": ce.sum() / n, "balance_loss": balance.sum() / n / layers, "z_loss": z.sum() / n / layers}
-    loss = (
-        parts["ce_loss"] + config.loss.balance_weight * parts["balance_loss"] + config.loss.z_weight * parts["z_loss"]
-    )
+    parts["mtp_loss"] = mtp.sum() / n / max(config.model.mtp, 1)
+    weights = {"ce_loss": 1.0, "balance_loss": config.loss.balance_weight, "z_loss": config.loss.z_weight}
+    loss = sum(weight * parts[key] for key, weight in (weights | {"mtp_loss": config.loss.mtp_weight}).items())
     return loss, parts | {"counts": counts.sum(0)}

@@ -91,7 +91,7 @@ def test_text_comes_from_one_device_whatever_the_mesh_of_the_run():
     alone = on_one_device(run)
     assert (alone.mesh.size, alone.model) == (1, run.model)
     batch = {key: value[:1] for key, value in tiny.batch(run).items()}
-    x_BSD, _ = Decoder(alone).hidden(reference()[0], batch, lambda name, stored: stored)
+    x_BSD, _ = Decoder(alone).layers(reference()[0], batch, lambda name, stored: stored)
     assert x_BSD.shape == (1, run.data.sequence_length, MODEL.d_model)
 
 

@@ -28,8 +28,9 @@ model:
   layers: [{repeat: 2}]
   attention: {num_heads: 2, num_kv_heads: 1, head_dim: 8}
   moe: {num_experts: 4, top_k: 2, expert_dim: 16}
+  mtp: 1
   dtype: float32
-data: {sequence_length: 16, batch_size: 8, heldout_fraction: 0.2}
+data: {sequence_length: 16, batch_size: 16, heldout_fraction: 0.2}
 train: {steps: 6}
 eval: {every: 3, batches: 2}
 checkpoint: {every: 2}
@@ -72,12 +73,16 @@ def whole(settings, tmp_path_factory):
 def test_rows_have_every_key(whole):
     keys = {"step", "loss", "ce_loss", "balance_loss", "z_loss", "grad_norm", "learning_rate", "tokens"}
     keys |= {"tokens_per_second", "step_seconds", "skipped_steps"}
-    keys |= {"moe/requested_max_over_mean", "moe/dropped_fraction", "moe/dead_experts"}
+    keys |= {"moe/requested_max_over_mean", "moe/dropped_fraction", "moe/dead_experts", "mtp_loss"}
     _, rows = whole
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(keys <= row.keys() for row in rows)
     assert [row["step"] for row in rows if {"eval/loss", "eval/bits_per_byte"} <= row.keys()] == [3, 6]
-    assert abs(rows[0]["loss"] - np.log(260)) < 0.2
+    assert abs(rows[0]["ce_loss"] - np.log(260)) < 0.2
+    assert (
+        0.8 * np.log(260) < rows[0]["mtp_loss"] < np.log(260)
+    )  # documents and rows end before their last tokens' target
+    assert [len(row["moe/requested"]) for row in rows] == 6 * [3]
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
@@ -140,6 +145,11 @@ def test_eval_verb_repeats_the_last_evaluation(whole, capsys, tmp_path):
     assert result["step"] == 6
     for key in ("eval/loss", "eval/bits_per_byte"):
         assert result[key] == pytest.approx(rows[-1][key], rel=1e-6)
+
+
+def test_generate_verb_needs_no_mtp(whole, capsys):
+    assert main(["generate", str(whole[0]), "--prompt", "7 is", "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("7 is")
 
 
 def test_eval_verb_without_a_checkpoint(settings, tmp_path, capsys):

@@ -4,7 +4,7 @@ Every class checks its own values when it is built and raises `UserError` with t
 `Config` checks what concerns several sections. An option that would have no effect is refused.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moejax.axes import BATCH_AXES
 from moejax.config.checks import require
@@ -109,14 +109,23 @@ class Config:
         require(not narrow, "weights.compute", "bfloat16", f"left out, or mxfp8, with model.dtype={self.model.dtype}")
         self._check_mesh()
         self._check_remat()
+        self._check_mtp()
         if self.model.num_moe_layers:
             self._check_moe()
         else:
             for section, given in (("moe", self.moe), ("loss", self.loss)):
                 for name, item in type(given).__dataclass_fields__.items():
                     value = getattr(given, name)
-                    idle = value != item.default and name not in ("balance_weight", "z_weight")
+                    idle = value != item.default and name not in ("balance_weight", "z_weight", "mtp_weight")
                     require(not idle, f"{section}.{name}", value, "left out: no layer of the model has ffn: moe")
+
+    @property
+    def without_mtp(self) -> "Config":
+        """The same run of the model alone, without multi-token prediction."""
+        if not self.model.mtp:
+            return self
+        loss = replace(self.loss, mtp_weight=LossConfig().mtp_weight)
+        return replace(self, model=replace(self.model, mtp=0), loss=loss)
 
     @property
     def expert_ranks(self) -> int:
@@ -166,6 +175,16 @@ class Config:
         require(
             not far, "remat.policy", "offload", "another with mesh.stage: what waits in a pipeline stays on devices"
         )
+
+    def _check_mtp(self) -> None:
+        modules, weight = self.model.mtp, self.loss.mtp_weight
+        idle = not modules and weight != LossConfig().mtp_weight
+        require(not idle, "loss.mtp_weight", weight, "left out: model.mtp=0")
+        length = self.data.sequence_length // self.mesh.context
+        require(modules < length, "model.mtp", modules, f"less than the {length} tokens of a sequence on one device")
+        rows = self.data.batch_size // (self.mesh.group(BATCH_AXES) * self.train.microbatches)
+        shared = not modules or rows % self.mesh.stage == 0
+        require(shared, "model.mtp", modules, f"0, or mesh.stage a divisor of the {rows} sequences of a microbatch")
 
     def _check_moe(self) -> None:
         model, shards = self.model.moe, self.expert_ranks

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moejax.config.checks import positive, require
+from moejax.config.checks import not_negative, positive, require
 from moejax.config.moe import MoEModelConfig
 
 
@@ -84,6 +84,8 @@ class ModelConfig:
         moe: Routed experts of every layer with `ffn: moe`.
         norm_eps: Epsilon of RMSNorm.
         tie_embeddings: Use the embedding as the output head.
+        mtp: Modules of multi-token prediction, each a layer like the last one, that training predicts one token further
+            ahead with; 0 for none. Evaluation and generation do without.
         init_std: Standard deviation of the initial weights.
         dtype: Type of compute weights and activations. Main weights are always float32.
     """
@@ -96,17 +98,24 @@ class ModelConfig:
     moe: MoEModelConfig = field(default_factory=MoEModelConfig)
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    mtp: int = 0
     init_std: float = 0.02
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self) -> None:
         positive("model", self, "vocab_size", "d_model", "mlp_dim", "norm_eps", "init_std")
         require(len(self.layers) > 0, "model.layers", "[]", "a list of at least one group")
+        not_negative("model", self, "mtp")
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
         """Every layer of the model, first to last."""
         return tuple(spec for group in self.layers for _ in range(group.repeat) for spec in group.pattern)
+
+    @property
+    def training_specs(self) -> tuple[LayerSpec, ...]:
+        """The same, and behind them the layers of multi-token prediction."""
+        return self.specs + self.specs[-1:] * self.mtp
 
     @property
     def num_layers(self) -> int:
@@ -115,5 +124,10 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Number of layers with routed experts."""
+        """Number of layers with routed experts, without those of multi-token prediction."""
         return sum(spec.ffn == "moe" for spec in self.specs)
+
+    @property
+    def num_routers(self) -> int:
+        """Number of layers with routed experts, with those of multi-token prediction."""
+        return sum(spec.ffn == "moe" for spec in self.training_specs)

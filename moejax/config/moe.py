@@ -150,6 +150,7 @@ class LossConfig:
             the whole step (`global_batch`; with several microbatches it costs one more forward pass).
         z_weight: Weight of the router z-loss, a mean over tokens and MoE layers.
         bias_rate: Step of the selection bias after each optimizer step, against the load of the whole batch.
+        mtp_weight: Weight of the cross-entropy of multi-token prediction, a mean over its modules.
     """
 
     balance_weight: float = 0.01
@@ -158,8 +159,10 @@ class LossConfig:
     )
     z_weight: float = 0.001
     bias_rate: float = 0.0
+    mtp_weight: float = 0.3
 
     def __post_init__(self) -> None:
         not_negative("loss", self, "balance_weight", "z_weight", "bias_rate")
+        positive("loss", self, "mtp_weight")
         idle = self.balance_weight == 0 and self.balance_scope != "sequence"
         require(not idle, "loss.balance_scope", self.balance_scope, "left out: loss.balance_weight is 0")

@@ -1,19 +1,18 @@
 """The decoder: embedding, groups of layers under `lax.scan`, head; and its loss on one device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import Config, ModelConfig
-from moejax.config.parallel import RematPolicy
 from moejax.model.attention import RMSNorm
-from moejax.model.block import Block
+from moejax.model.group import Group, Params
+from moejax.model.mtp import Modules, shifted
 from moejax.model.parameters import Abstract, weight
-from moejax.model.recompute import policy
 from moejax.model.tokens import Tokens
 from moejax.moe.balance import moved_bias
 from moejax.moe.statistics import Statistics
@@ -21,7 +20,6 @@ from moejax.nn.cross_entropy import cross_entropy
 from moejax.nn.embedding import add_gradient, embed
 from moejax.sharding import compute_axes
 
-Params = dict[str, Any]
 GatherLayer = Callable[[str, Params], Params]
 """Turns one repetition's slice of a group's stored weights into compute weights."""
 
@@ -31,55 +29,13 @@ class Sums(NamedTuple):
 
     Attributes:
         ce: Cross-entropy in nats, float32.
-        statistics: Of every MoE layer, stacked [L, ...]; None for a model without.
+        statistics: Of every MoE layer, stacked [L, ...], multi-token prediction last; None for a model without.
+        mtp: Cross-entropy of all modules of multi-token prediction together; None for a model without.
     """
 
     ce: jax.Array
     statistics: Statistics | None
-
-
-class Group:
-    """A pattern of layers whose weights are stacked over its repetitions."""
-
-    def __init__(self, config: Config, index: int):
-        group = config.model.layers[index]
-        self.repeat = group.repeat
-        self.remat: RematPolicy = config.remat.of(index)
-        self.gathers = config.weights.gather == "layer"
-        self.blocks = {str(i): Abstract(Block(config, spec)) for i, spec in enumerate(group.pattern)}
-
-    def metadata(self, name: str) -> Params:
-        """One metadata field of every parameter."""
-        return {key: block.metadata(name) for key, block in self.blocks.items()}
-
-    @property
-    def shapes(self) -> Params:
-        """Shape and type of every parameter, stacked [repeat, ...]."""
-        one = {key: block.shapes for key, block in self.blocks.items()}
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct((self.repeat, *s.shape), s.dtype), one)
-
-    def repetition(self, layers: Params, x_BSD: jax.Array, tokens: Tokens) -> tuple[jax.Array, Statistics | None]:
-        """The pattern once; statistics stacked over its MoE layers."""
-        found = []
-        for name, block in self.blocks.items():
-            x_BSD, statistics = block.bind(layers[name])(x_BSD, tokens)
-            found += [] if statistics is None else [statistics]
-        return x_BSD, jax.tree.map(lambda *s: jnp.stack(s), *found) if found else None
-
-    def recomputed(self, function: Callable[..., Any], always: bool = False) -> Callable[..., Any]:
-        """`function` under the recomputation policy; `always`: `none` is one too, and keeps no weight twice."""
-        if self.remat == "none" and not always:
-            return function
-        return jax.checkpoint(function, policy=policy(self.remat), prevent_cse=False)
-
-    def apply(self, weights: Params, x_BSD: jax.Array, tokens: Tokens, gather: Callable[[Params], Params]) -> Any:
-        """Scan over repetitions; returns hidden states and statistics stacked [repeat x MoE layers of the pattern]."""
-
-        def one(x_BSD: jax.Array, stored: Params) -> tuple[jax.Array, Statistics | None]:
-            return self.repetition(gather(stored), x_BSD, tokens)
-
-        x_BSD, statistics = jax.lax.scan(self.recomputed(one, always=self.gathers), x_BSD, weights)
-        return x_BSD, jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), statistics)
+    mtp: jax.Array | None = None
 
 
 class Ends(nnx.Module):
@@ -102,36 +58,62 @@ class Decoder:
 
     def __init__(self, config: Config):
         self.config, self.dtype = config, jnp.dtype(config.model.dtype)
-        self.groups = {f"groups_{i}": Group(config, i) for i in range(len(config.model.layers))}
+        groups = enumerate(config.model.layers)
+        self.groups = {f"groups_{i}": Group(config, group, config.remat.of(i)) for i, group in groups}
+        self.mtp = Modules(config) if config.model.mtp else None
+        self.stacked: dict[str, Group] = self.groups | ({"mtp": self.mtp} if self.mtp else {})
         self.ends = Abstract(Ends(config.model))
         self.vocab_axes = compute_axes(config, "vocab")
 
     @property
     def dims(self) -> Params:
         """Logical dims of every parameter."""
-        stacked = {key: group.metadata("dims") for key, group in self.groups.items()}
+        stacked = {key: group.metadata("dims") for key, group in self.stacked.items()}
         stacked = jax.tree.map(lambda d: ("layers", *d), stacked, is_leaf=lambda x: isinstance(x, tuple))
         return self.ends.metadata("dims") | stacked
 
     @property
     def stds(self) -> Params:
         """Initial standard deviation of every parameter."""
-        return self.ends.metadata("std") | {key: group.metadata("std") for key, group in self.groups.items()}
+        return self.ends.metadata("std") | {key: group.metadata("std") for key, group in self.stacked.items()}
 
     @property
     def shapes(self) -> Params:
         """Shape and type of every parameter, float32."""
-        return self.ends.shapes | {key: group.shapes for key, group in self.groups.items()}
+        return self.ends.shapes | {key: group.shapes for key, group in self.stacked.items()}
 
-    def hidden(self, weights: Params, batch: Params, gather_layer: GatherLayer) -> tuple[jax.Array, Statistics | None]:
-        """Normed final hidden states [B, S, D], and statistics of the MoE layers stacked [L, ...]."""
+    def layers(self, weights: Params, batch: Params, gather_layer: GatherLayer) -> tuple[jax.Array, Statistics | None]:
+        """What the last layer returns [B, S, D], and statistics of the MoE layers stacked [L, ...]."""
         tokens, found = Tokens(batch["segments"], batch["positions"]), []
         x_BSD = self.embed(weights, batch)
         for name, group in self.groups.items():
             x_BSD, statistics = group.apply(weights[name], x_BSD, tokens, partial(gather_layer, name))
-            found += [] if statistics is None else [statistics]
-        x_BSD = self.bind_ends(weights).final_norm(x_BSD)
-        return x_BSD, jax.tree.map(lambda *s: jnp.concatenate(s), *found) if found else None
+            found.append(statistics)
+        return x_BSD, joined(found)
+
+    def norm(self, weights: Params, x_BSD: jax.Array) -> jax.Array:
+        """Final hidden states, ready for the head."""
+        return self.bind_ends(weights).final_norm(x_BSD)
+
+    def ahead(
+        self, weights: Params, x_BSD: jax.Array, batch: Params, gather_layer: GatherLayer
+    ) -> tuple[jax.Array, Statistics | None]:
+        """Cross-entropy of all modules of multi-token prediction, and statistics of their MoE layers.
+
+        Args:
+            weights: Compute weights.
+            x_BSD: What the last layer of the model returns; with pipeline stages, on all of them.
+            batch: The batch that it is of.
+            gather_layer: As in `sums`.
+        """
+        assert self.mtp is not None
+        with jax.named_scope("mtp"):
+            later = shifted(batch, self.mtp.repeat, self.config.mesh.context)
+            embedded = self.embed(weights, later)
+            y_PBSD, statistics = self.mtp.predict(
+                weights["mtp"], x_BSD, embedded, later["segments"], batch["positions"], partial(gather_layer, "mtp")
+            )
+            return self.cross_entropy(weights, y_PBSD, later), statistics
 
     def embed(self, weights: Params, batch: Params) -> jax.Array:
         """Embedded tokens [B, S, D]."""
@@ -152,7 +134,7 @@ class Decoder:
     def move_selection_biases(self, params: Params, requested_LE: jax.Array, rate: jax.Array) -> Params:
         """Parameters with the selection bias of every MoE layer moved against its load in a whole step."""
         params, first = dict(params), 0
-        for name, group in self.groups.items():
+        for name, group in self.stacked.items():
             moe = [key for key, block in group.blocks.items() if "router" in block.shapes["ffn"]]
             if not moe:
                 continue
@@ -167,9 +149,19 @@ class Decoder:
 
     def bind_ends(self, weights: Params) -> Ends:
         """Embedding, last norm and head with their weights."""
-        return self.ends.bind({key: value for key, value in weights.items() if key not in self.groups})
+        return self.ends.bind({key: value for key, value in weights.items() if key not in self.stacked})
 
     def sums(self, weights: Params, batch: Params, gather_layer: GatherLayer) -> Sums:
         """Cross-entropy and statistics summed over a batch of this device."""
-        x_BSD, statistics = self.hidden(weights, batch, gather_layer)
-        return Sums(self.cross_entropy(weights, x_BSD, batch), statistics)
+        x_BSD, statistics = self.layers(weights, batch, gather_layer)
+        ce = self.cross_entropy(weights, self.norm(weights, x_BSD), batch)
+        if self.mtp is None:
+            return Sums(ce, statistics)
+        mtp, later = self.ahead(weights, x_BSD, batch, gather_layer)
+        return Sums(ce, joined([statistics, later]), mtp)
+
+
+def joined(found: Sequence[Statistics | None]) -> Statistics | None:
+    """Statistics [L, ...] of all layers, from those of groups; None where there are none."""
+    known = [statistics for statistics in found if statistics is not None]
+    return jax.tree.map(lambda *s: jnp.concatenate(s), *known) if known else None

@@ -36,7 +36,8 @@ def make_sampler(decoder: Decoder, vocab_size: int) -> Callable[..., jax.Array]:
         place = jnp.arange(window.size, dtype=jnp.int32)
         segments = jnp.where(place < length, 1, 0).astype(jnp.int32)
         batch = {"tokens": window[None], "segments": segments[None], "positions": place[None]}
-        x_BSD, _ = decoder.hidden(weights, batch, lambda name, stored: stored)
+        x_BSD, _ = decoder.layers(weights, batch, lambda name, stored: stored)
+        x_BSD = decoder.norm(weights, x_BSD)
         head_DV = decoder.bind_ends(weights).head_DV
         logits_V = jnp.dot(x_BSD[0, length - 1], head_DV, preferred_element_type=jnp.float32)[:vocab_size]
         drawn = jax.random.categorical(key, _keep(logits_V / jnp.maximum(temperature, 1e-6), top_p))

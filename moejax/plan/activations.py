@@ -36,7 +36,7 @@ def saved_bytes(config: Config) -> int:
 
 def layer_bytes(config: Config) -> tuple[int, ...]:
     """Bytes of all that one repetition of each pattern makes of a sequence for its backward pass."""
-    found = []
+    found, config = [], config.without_mtp
     for spec in config.model.layers:
         one = dataclasses.replace(config.model, layers=(LayerGroup(1, spec.pattern),), vocab_size=257)
         run = dataclasses.replace(config, model=one, **_WHOLE, **({} if one.num_moe_layers else _DENSE))
@@ -71,11 +71,15 @@ def stash_bytes(config: Config) -> tuple[int, ...]:
 
 
 def logit_bytes(config: Config) -> int:
-    """Bytes of the loss at its peak: float32 logits of a chunk with their gradient, and the head's gradient."""
+    """Bytes of the loss at its peak: float32 logits of a chunk with their gradient, and the head's gradient.
+
+    Multi-token prediction has a second gradient of the head, while the first one waits.
+    """
     tokens = local_batch(config)[0] * local_batch(config)[1]
     vocab = config.model.vocab_size // config.mesh.group(compute_axes(config, "vocab"))
     width = 4 if config.model.dtype == "float32" else 2
-    return min(CHUNK, tokens) * vocab * (2 * 4 + width) + config.model.d_model * vocab * (4 + width)
+    head = config.model.d_model * vocab * (4 + width * (2 if config.model.mtp else 1))
+    return min(CHUNK, tokens) * vocab * (2 * 4 + width) + head
 
 
 def local_batch(config: Config) -> tuple[int, int]:

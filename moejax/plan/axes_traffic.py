@@ -21,7 +21,11 @@ def of_axes(config: Config) -> Iterator[Found]:
         yield from _tensor(config, run)
     if config.mesh.context > 1:
         segments = 4 * rows(config) * config.data.sequence_length
-        yield (CONTEXT_CLASS, "all-gather", "s32", (CONTEXT,)), config.train.microbatches, segments, None
+        turns, modules = config.train.microbatches, config.model.mtp
+        yield (CONTEXT_CLASS, "all-gather", "s32", (CONTEXT,)), turns * (1 + modules), segments, None
+        if modules:  # tokens, targets and documents at the end of a shard look into the next one
+            ahead = 4 * 3 * rows(config) * modules
+            yield (CONTEXT_CLASS, "collective-permute", "s32", (CONTEXT,)), turns, ahead, None
 
 
 def rows(config: Config) -> int:
@@ -68,14 +72,18 @@ def _vocabulary(config: Config) -> Iterator[Found]:
     if config.mesh.stage > 1:
         yield move((STAGE,), forward, hidden)
         yield move((STAGE,), backward, hidden)
+        if modules := config.model.mtp:  # shares of the sequences: results, gradients of hidden states and embeddings
+            for ahead in (modules, 1, modules):
+                yield move((STAGE,), forward, ahead * hidden)
     if not axes:
         return
-    chunk = min(CHUNK, tokens)
-    chunks = -(-tokens // chunk)
-    yield move(axes, forward, hidden)
-    yield move(axes, chunks * forward, chunk * config.model.d_model * width)
-    yield move(axes, chunks * forward, chunk * 4, "f32")
-    yield move(axes, chunks * forward, chunk * 2 * 4, "f32")
+    for ahead in filter(None, (1, config.model.mtp)):  # the model itself; all modules of multi-token prediction at once
+        chunk = min(CHUNK, ahead * tokens)
+        chunks = -(-ahead * tokens // chunk)
+        yield move(axes, forward, ahead * hidden)
+        yield move(axes, chunks * forward, chunk * config.model.d_model * width)
+        yield move(axes, chunks * forward, chunk * 4, "f32")
+        yield move(axes, chunks * forward, chunk * 2 * 4, "f32")
 
 
 def _context(config: Config, run: Run) -> Iterator[Found]:

@@ -133,7 +133,7 @@ def group_of(config: Config, axes: Sequence[str]) -> list[int]:
 
 def _layers_turns(config: Config) -> float:
     """MoE layers that one device runs in a step."""
-    return config.model.num_moe_layers * config.train.microbatches / config.mesh.stage
+    return config.model.num_routers * config.train.microbatches / config.mesh.stage
 
 
 def _row_seconds(config: Config, bandwidth: float) -> float:
@@ -189,5 +189,6 @@ def _recomputed_flops(config: Config, tensors: Sequence[Tensor]) -> float:
     }
     groups = config.model.layers
     weights = [group.repeat * len(group.pattern) for group in groups]
+    weights[-1] += config.model.mtp
     policies = [config.remat.of(index) for index in range(len(groups))]
     return sum(w * again[policy] for w, policy in zip(weights, policies, strict=True)) / sum(weights)

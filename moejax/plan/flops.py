@@ -2,7 +2,8 @@
 
 Two FLOPs for each weight of a matmul and token, routed experts with K / N of their weights; attention scores and
 their use for the pairs that the causal mask and the window leave, counted exactly over a whole sequence (document
-boundaries are not known beforehand). Backward takes twice forward. No recomputation, no padding, no embedding
+boundaries are not known beforehand). Multi-token prediction counts with all tokens, and uses the head again for each
+module. Backward takes twice forward. No recomputation, no padding, no embedding
 lookup, no norms.
 """
 
@@ -23,6 +24,7 @@ def forward_flops(config: Config, tensors: Sequence[Tensor]) -> dict[str, float]
             continue
         share = moe.top_k / moe.num_experts if part == "routed experts" else 1.0
         bias = part == "routed experts" and "gate_up" not in tensor.layout.dims and len(tensor.layout.dims) < 4
+        share *= 1 + config.model.mtp if part == "head" else 1
         parts[part] = parts.get(part, 0.0) + (0.0 if bias else 2.0 * share * tensor.size)
     parts["attention scores"] = attention_flops(config)
     return parts
@@ -31,7 +33,7 @@ def forward_flops(config: Config, tensors: Sequence[Tensor]) -> dict[str, float]
 def attention_flops(config: Config) -> float:
     """FLOPs of scores and their use, of one token's forward pass in all layers: 4 x heads x width for each pair."""
     attention, length = config.model.attention, config.data.sequence_length
-    pairs = sum(causal_pairs(length, spec.window) for spec in config.model.specs)
+    pairs = sum(causal_pairs(length, spec.window) for spec in config.model.training_specs)
     return 4.0 * attention.num_heads * attention.head_dim * pairs / length
 
 

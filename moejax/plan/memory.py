@@ -203,14 +203,16 @@ def _largest_layer(tensors: Sequence[Tensor]) -> int:
 def _gradients_of_stage(tensors: Sequence[Tensor]) -> int:
     """Bytes of gradients that wait to be added to a stage's float32 accumulators.
 
-    Of the head in float32, from its loss to the end of the tick. Of the layer that runs backward in the compute type,
-    or those of its largest tensor in float32, as the matmul makes it and once more in the accumulator's layout.
+    Of the head, and of what runs with it, in float32, from its loss to the end of the tick. Of the layer that runs
+    backward in the compute type, or those of its largest tensor in float32, as the matmul makes it and once more in the
+    accumulator's layout.
     """
     ends = [tensor for tensor in tensors if not tensor.stacked]
     head = [tensor for tensor in ends if tensor.part == "head"] or ends
+    head += [tensor for tensor in tensors if tensor.layout.shared]
     layer = max((size for group, size in _by_group(tensors).items() if group), default=0)
     largest = max(
-        (tensor.compute_size // len(tensor.layout.slots[0]) for tensor in tensors if tensor.stacked), default=0
+        (tensor.compute_size // len(tensor.layout.slots[0]) for tensor in tensors if tensor.layout.slots), default=0
     )
     return sum(4 * tensor.compute_size for tensor in head) + max(layer, 2 * 4 * largest)
 

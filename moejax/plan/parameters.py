@@ -12,6 +12,7 @@ import jax
 
 from moejax.config import Config
 from moejax.model.decoder import Decoder
+from moejax.model.parameters import count
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class Counts:
 
 
 def module_counts(config: Config) -> Counts:
-    """Counts of the module that trains, from its abstract parameters."""
-    decoder = Decoder(config)
+    """Counts of the module that trains, from its abstract parameters, without multi-token prediction."""
+    decoder = Decoder(config.without_mtp)
     parts: dict[str, int] = {}
     leaves = jax.tree.leaves(decoder.dims, is_leaf=lambda x: isinstance(x, tuple))
     for (path, shape), dims in zip(jax.tree_util.tree_leaves_with_path(decoder.shapes), leaves, strict=True):
@@ -84,6 +85,11 @@ def module_counts(config: Config) -> Counts:
     )
 
 
+def mtp_parameters(config: Config) -> int:
+    """Parameters of multi-token prediction, which `module_counts` leaves out."""
+    return count(Decoder(config).shapes) - count(Decoder(config.without_mtp).shapes)
+
+
 def part_of(name: str, dims: tuple[str, ...]) -> str:
     """Part of the model that a parameter belongs to, from its name and logical dims."""
     if "experts" in dims:
@@ -96,4 +102,6 @@ def part_of(name: str, dims: tuple[str, ...]) -> str:
         return "norms"
     if "vocab" in dims:
         return "embedding" if name.startswith("embed") else "head"
+    if "joined" in dims:
+        return "MTP projections"
     return "shared experts" if ".shared." in name else "dense FFN"

@@ -15,7 +15,7 @@ from moejax.configure import load_config, shipped
 from moejax.errors import UserError, nearest
 from moejax.plan.description import FFN, MTP, Description, Group, Layer
 from moejax.plan.mixers import KINDS, BlockIndexer, Compressor, LatentIndexer, Mixer
-from moejax.plan.parameters import Counts, module_counts
+from moejax.plan.parameters import Counts, module_counts, mtp_parameters
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def read_model(name: str) -> Model:
         config = load_config(path)
         moe = config.model.moe
         experts = (moe.num_experts, moe.top_k) if config.model.num_moe_layers else (0, 0)
-        found = ("module", module_counts(config), 0, experts)
+        found = ("module", module_counts(config), mtp_parameters(config), experts)
     published = _published().get(path.stem)
     figures = (int(published["total"]), int(published["active"])) if published else None
     return Model(path.stem, published["name"] if published else path.stem, *found, figures)

@@ -12,7 +12,7 @@ from moejax.plan.cost import group_of, move_seconds, step_cost, unevenness
 from moejax.plan.flops import tokens_per_step, training_flops
 from moejax.plan.memory import memory
 from moejax.plan.moves import Move, by_class, compiled_traffic
-from moejax.plan.parameters import module_counts
+from moejax.plan.parameters import module_counts, mtp_parameters
 from moejax.plan.search import Candidate, evaluate, improvements, largest_microbatch
 from moejax.plan.target import Target
 from moejax.plan.tensors import Tensor, tensors
@@ -95,7 +95,8 @@ def _stages(config: Config) -> dict[str, Any]:
 
 def _experts(config: Config) -> dict[str, Any]:
     moe = config.model.moe
-    return {"alpha_E": moe.top_k / moe.num_experts if config.model.num_moe_layers else None}
+    alpha_e = moe.top_k / moe.num_experts if config.model.num_moe_layers else None
+    return {"alpha_E": alpha_e, "mtp": mtp_parameters(config)}
 
 
 def _move(move: Move, config: Config, target: Target | None) -> dict[str, Any]:

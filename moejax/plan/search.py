@@ -187,7 +187,9 @@ def largest_microbatch(config: Config, target: Target) -> int:
     for rows in _powers(1 << 16):
         changes: dict[str, object] = {"data.batch_size": rows * shards, "train.microbatches": 1}
         other = changed(config, changes)
-        if other is None or not evaluate(other, target).fits:
+        if other is None:  # too few for stages to share multi-token prediction
+            continue
+        if not evaluate(other, target).fits:
             break
         best = rows
     return best

@@ -71,6 +71,8 @@ def _parameters(counts: dict[str, Any], console: Console) -> None:
     )
     alpha_e = "" if counts["alpha_E"] is None else f"alpha_E: {counts['alpha_E']:.2%}, "
     console.print(f"{alpha_e}alpha_P: {counts['alpha_P']:.1%}, capacity gap: {counts['capacity_gap']:.2f}")
+    if counts["mtp"]:
+        console.print(f"multi-token prediction, in training alone: {counts['mtp']:,} parameters more")
     console.print("by part: " + ", ".join(f"{part} {of_count(size)}" for part, size in counts["parts"].items()))
 
 

@@ -45,13 +45,20 @@ def ticks(config: Config) -> tuple[int, int]:
 
 
 def runs(config: Config) -> Iterator[Run]:
-    """Every layer of every pattern."""
+    """Every layer of every pattern, and that of the modules of multi-token prediction.
+
+    Stages share the sequences of a microbatch for the latter: S shares count as one run.
+    """
     forward, backward = ticks(config)
     for index, group in enumerate(config.model.layers):
         slots = plan_stages(config).per_chunk[index] if config.mesh.stage > 1 else group.repeat
         for place, spec in enumerate(group.pattern):
             last = place == len(group.pattern) - 1
             yield Run(spec, config.remat.of(index), last, forward * slots, backward * slots)
+    if modules := config.model.mtp:  # a norm comes after the layer, so it is not the last of what is recomputed
+        policy = config.remat.of(len(config.model.layers) - 1)
+        whole = max(config.train.microbatches * modules // config.mesh.stage, 1)
+        yield Run(config.model.specs[-1], policy, False, whole, whole)
 
 
 def bubble(config: Config) -> float:

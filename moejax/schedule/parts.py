@@ -20,8 +20,9 @@ class Parts:
         layer: Of each group, (weights of one slot, hidden states, microbatch, live, statistics so far, place) to
             (hidden states, this device's share of the loss) and statistics. `live` is false for an empty slot and in
             a bubble; `place` is the slot.
-        head: (ends, last hidden states, microbatch) to this device's share of the loss and cross-entropy; its
-            gradient is taken in `head_keys` of ends and in the hidden states.
+        head: (ends, last hidden states, microbatch, sums of the microbatches before) to this device's share of the
+            loss, and sums to add up, both equal on all stages; its gradient is taken in `head_keys` of ends and in the
+            hidden states.
         head_keys: Names of what the head reads.
         per_chunk: Slots of each group in one chunk.
         live: Of each group, which slots of each stage hold a layer [S, slots].
@@ -30,7 +31,7 @@ class Parts:
     embed: Callable[[Tree, Microbatch], jax.Array]
     unembed: Callable[[Tree, Microbatch, jax.Array], Tree]
     layer: Mapping[str, Callable[..., Any]]
-    head: Callable[[Tree, jax.Array, Microbatch], tuple[jax.Array, jax.Array]]
+    head: Callable[[Tree, jax.Array, Microbatch, Tree], tuple[jax.Array, Tree]]
     head_keys: tuple[str, ...]
     per_chunk: Mapping[str, int]
     live: Mapping[str, Any]

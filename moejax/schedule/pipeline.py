@@ -44,21 +44,24 @@ class Pipeline:
     Args:
         parts: The model.
         table: The schedule.
-        ends: Weights of embedding, last norm and head.
+        ends: Weights of embedding, last norm and head, and others that the head reads.
         groups: Weights of each group of layers, stacked over this stage's slots.
         microbatches: Arrays [M, ...].
     """
 
     def __init__(self, parts: Parts, table: Table, ends: Tree, groups: Mapping[str, Tree], microbatches: Microbatch):
-        self.parts, self.table, self.ends, self.microbatches = parts, table, ends, microbatches
+        self.parts, self.table, self.microbatches = parts, table, microbatches
         self.groups, self.constants = split_constants(dict(groups))
+        self.ends, self.end_constants = split_constants(ends)
         self.stage = lax.axis_index(STAGE)
         self.residuals = {name: Residuals() for name in groups}
         self.live = {name: jnp.asarray(live)[self.stage] for name, live in parts.live.items()}
         x = jax.eval_shape(parts.embed, ends, self._microbatch(jnp.int32(0)))
         self.zero_x = vary(jnp.zeros(x.shape, x.dtype), EVERYWHERE)
-        self.zero_loss = vary(jnp.float32(0), TOKEN_AXES)
-        self.zero_ends = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying_axes(w)), ends)
+        self.like_x = vary(jnp.zeros(x.shape, x.dtype), TOKEN_AXES)
+        sums = jax.eval_shape(parts.head, ends, self.like_x, self._microbatch(jnp.int32(0)), None)[1]
+        self.zero_sums = jax.tree.map(lambda s: vary(jnp.zeros(s.shape, s.dtype), TOKEN_AXES), sums)
+        self.zero_ends = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying_axes(w)), self.ends)
 
     def _microbatch(self, index: jax.Array) -> Microbatch:
         return _at(self.microbatches, index)
@@ -122,25 +125,25 @@ class Pipeline:
         """The last stage's value, on all stages."""
         return lax.psum(jnp.where(self.stage == self.table.stages - 1, y, jnp.zeros_like(y)), STAGE)
 
+    def _loss(self, read: Tree, x: jax.Array, row: Tree, before: Tree) -> tuple[jax.Array, Tree]:
+        weights = merge(self.ends | read, self.end_constants)
+        return self.parts.head(weights, x, self._microbatch(row["head_microbatch"]), before)
+
     def _head(self, carry: Tree, row: Tree, y: jax.Array) -> Tree:
         """Loss of the microbatch that leaves the last stage, and the gradient that starts its backward pass."""
-        microbatch = self._microbatch(row["head_microbatch"])
-        keys = self.parts.head_keys
+        read = {key: self.ends[key] for key in self.parts.head_keys}
 
         def run(y: jax.Array) -> Any:
-            def loss(read: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-                return self.parts.head(self.ends | read, x, microbatch)
+            grad = jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True)
+            (_, sums), (dread, dx) = grad(read, self._last(y), row, carry["sums"])
+            return sums, jax.tree.map(lambda g: g.astype(jnp.float32), dread), dx
 
-            read = {key: self.ends[key] for key in keys}
-            (_, ce), (dread, dx) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(read, self._last(y))
-            return ce, jax.tree.map(lambda g: g.astype(jnp.float32), dread), dx
-
-        like_x = vary(jnp.zeros(self.zero_x.shape, self.zero_x.dtype), TOKEN_AXES)
-        like = (self.zero_loss, {key: self.zero_ends[key] for key in keys}, like_x)
         with jax.named_scope("head"):
-            ce, dread, dx = _when(row["head_valid"], run, like, y)
-        grads = carry["ends"] | jax.tree.map(jnp.add, {key: carry["ends"][key] for key in keys}, dread)
-        return carry | {"ce": carry["ce"] + ce, "ends": grads, "dhead": _put(carry["dhead"], row["head_slot"], dx)}
+            like = (self.zero_sums, {key: self.zero_ends[key] for key in read}, self.like_x)
+            sums, dread, dx = _when(row["head_valid"], run, like, y)
+        grads = carry["ends"] | jax.tree.map(jnp.add, {key: carry["ends"][key] for key in read}, dread)
+        sums = jax.tree.map(jnp.add, carry["sums"], sums)
+        return carry | {"sums": sums, "ends": grads, "dhead": _put(carry["dhead"], row["head_slot"], dx)}
 
     # Backward
 
@@ -149,7 +152,7 @@ class Pipeline:
         last = (self.stage == self.table.stages - 1) & (row["backward_chunk"] == self.table.virtual - 1)
         dy = jnp.where(last, _at(carry["dhead"], row["grad_slot"]), carry["dx"])
         dy = jnp.where(valid, dy, jnp.zeros_like(dy))
-        microbatch = self._microbatch(after(carry["ce"], row["backward_microbatch"]))
+        microbatch = self._microbatch(after(carry["dhead"].ravel()[0], row["backward_microbatch"]))
         grads = dict(carry["groups"])
         for name in reversed(list(self.parts.layer)):
             width = self.parts.per_chunk[name]
@@ -193,7 +196,7 @@ class Pipeline:
         return {key: value if value.ndim == 0 else value[self.stage] for key, value in row.items()}
 
     def _start(self, statistics: Tree) -> Tree:
-        return {"x": self.zero_x, "statistics": statistics, "ce": self.zero_loss}
+        return {"x": self.zero_x, "statistics": statistics, "sums": self.zero_sums}
 
     def _empty_statistics(self) -> Tree:
         """Zeros for each group's statistics, [slots, ...]."""
@@ -205,10 +208,10 @@ class Pipeline:
             found[name] = self._zeros(kind, slots)
         return found
 
-    def gradients(self) -> tuple[Tree, Mapping[str, Tree], jax.Array, Tree]:
-        """Float32 gradients of ends and of groups, cross-entropy, and statistics of this stage's slots."""
+    def gradients(self) -> tuple[Tree, Mapping[str, Tree], Tree, Tree]:
+        """Float32 gradients of ends and of groups, sums of the head, and statistics of this stage's slots."""
         carry = self._start(self._empty_statistics())
-        carry |= {"dx": self.zero_x, "ends": self.zero_ends, "done": self.zero_loss}
+        carry |= {"dx": self.zero_x, "ends": self.zero_ends, "done": vary(jnp.float32(0), TOKEN_AXES)}
         carry["groups"] = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying_axes(w)), self.groups)
         carry["dhead"] = vary(jnp.zeros((self.table.head_depth + 1, *self.zero_x.shape), self.zero_x.dtype), TOKEN_AXES)
         row = self._row(_at(self._rows(Phase(0, 1, True, False)), jnp.int32(0)))
@@ -227,24 +230,19 @@ class Pipeline:
                 return carry, None
 
             carry, _ = lax.scan(tick, carry, self._rows(phase))
-        return carry["ends"], carry["groups"], carry["ce"], after(carry["done"], carry["statistics"])
+        return carry["ends"], carry["groups"], carry["sums"], after(carry["done"], carry["statistics"])
 
-    def forward(self) -> tuple[jax.Array, Tree]:
-        """Cross-entropy, and statistics of this stage's slots, without gradients."""
+    def forward(self) -> tuple[Tree, Tree]:
+        """Sums of the head, and statistics of this stage's slots, without gradients."""
 
         def tick(carry: Tree, row: Tree) -> tuple[Tree, None]:
             row = self._row(row)
             carry, y = self._forward(carry, row, keep=False)
-            microbatch = self._microbatch(row["head_microbatch"])
             with jax.named_scope("head"):
-                ce = _when(
-                    row["head_valid"],
-                    lambda y: self.parts.head(self.ends, self._last(y), microbatch)[1],
-                    self.zero_loss,
-                    y,
-                )
-            return carry | {"ce": carry["ce"] + ce, "x": self._send(y, 1)}, None
+                before, like = carry["sums"], self.zero_sums
+                sums = _when(row["head_valid"], lambda y: self._loss({}, self._last(y), row, before)[1], like, y)
+            return carry | {"sums": jax.tree.map(jnp.add, carry["sums"], sums), "x": self._send(y, 1)}, None
 
         stop = max(phase.stop for phase in self.table.phases() if phase.forward)
         carry, _ = lax.scan(tick, self._start(self._empty_statistics()), self._rows(Phase(0, stop, True, False)))
-        return carry["ce"], carry["statistics"]
+        return carry["sums"], carry["statistics"]

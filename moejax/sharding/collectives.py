@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moejax.axes import AXES, MODEL, STAGE, TOKEN_AXES
+from moejax.axes import AXES, MODEL, STAGE
 from moejax.config import MeshConfig
 from moejax.ordering import after
 from moejax.sharding.layout import Layout, is_layout
@@ -18,12 +18,12 @@ from moejax.varying import vary, varying_axes
 def gather(tree: Mapping[str, Any], layouts: Mapping[str, Any], dtype: jnp.dtype) -> Any:
     """Storage shards to compute weights: one all_gather per sharded dim of a leaf, and to stages one all_to_all before.
 
-    The result varies over every token axis, so that its gradient stays local until `reduce`.
+    The result varies over every axis of other tokens, so that its gradient stays local until `reduce`.
     """
 
     def one(layout: Layout, x: jax.Array, turns: jax.Array) -> jax.Array:
         x = x.astype(layout.dtype(dtype))
-        return vary(_to_stages(x, layout, turns) if layout.slots else _gather_dims(x, layout), TOKEN_AXES)
+        return vary(_to_stages(x, layout, turns) if layout.slots else _gather_dims(x, layout), layout.token_axes)
 
     with jax.named_scope("gather"):
         return _in_turn(one, layouts, tree)

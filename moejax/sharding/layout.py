@@ -59,6 +59,8 @@ class Layout:
         note: Why storage is not sharded as the rules say; empty if it is.
         slots: Of a leaf that is stacked over layers and runs on pipeline stages: [stage][slot] to layer, -1 for an
             empty slot. Compute weights then are those of this stage's slots, [slots, ...].
+        shared: Whether all pipeline stages have it whole and use it for other tokens: then the stage is one of the axes
+            that storage is gathered over, and that gradients are summed over.
     """
 
     shape: tuple[int, ...]
@@ -67,6 +69,7 @@ class Layout:
     extra: tuple[tuple[str, ...], ...]
     note: str = ""
     slots: tuple[tuple[int, ...], ...] = ()
+    shared: bool = False
 
     @property
     def compute_spec(self) -> PartitionSpec:
@@ -80,8 +83,13 @@ class Layout:
 
     @property
     def gathered(self) -> tuple[tuple[str, ...], ...]:
-        """Axes of each dim over which storage is gathered: the extra ones, but not the stage."""
-        return tuple(tuple(axis for axis in axes if axis != STAGE) for axes in self.extra)
+        """Axes of each dim over which storage is gathered: the extra ones, but not the stage of layers."""
+        return tuple(tuple(axis for axis in axes if axis != STAGE or self.shared) for axes in self.extra)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Axes along which different tokens use the compute weights."""
+        return (*TOKEN_AXES, STAGE) if self.slots or self.shared else TOKEN_AXES
 
     @property
     def loops(self) -> bool:
@@ -97,8 +105,7 @@ class Layout:
     def sum_axes(self) -> tuple[str, ...]:
         """Axes over which the gradient is summed without being scattered."""
         used = {axis for axes in self.compute + self.extra for axis in axes}
-        axes = (*TOKEN_AXES, STAGE) if self.slots else TOKEN_AXES
-        return tuple(axis for axis in axes if axis not in used)
+        return tuple(axis for axis in self.token_axes if axis not in used)
 
     @property
     def storage_axes(self) -> tuple[str, ...]:
@@ -111,7 +118,7 @@ class Layout:
 
     def without_layers(self) -> "Layout":
         """Layout of one layer's slice of a leaf that is stacked over layers."""
-        return Layout(self.shape[1:], self.dims[1:], self.compute[1:], self.extra[1:], self.note)
+        return Layout(self.shape[1:], self.dims[1:], self.compute[1:], self.extra[1:], self.note, shared=self.shared)
 
 
 def _rules(config: Config) -> tuple[Rules, Rules]:
@@ -185,7 +192,8 @@ def _layout(
                 note = f"{dim}={size} is not divisible by {mesh.group(c + e)}"
     if note:
         extra = ((),) * len(dims)
-    return Layout(shape, dims, compute, extra, note, slots if stacked else ())
+    shared = mesh.stage > 1 and stacked and not slots
+    return Layout(shape, dims, compute, extra, note, slots if stacked else (), shared)
 
 
 def make_layouts(dims: Any, shapes: Any, config: Config) -> Any:

@@ -1,6 +1,7 @@
 """The decoder and its loss in the pieces that a pipeline runs."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax import lax
 
 from moejax.axes import STAGE, TOKEN_AXES
 from moejax.config import Config
-from moejax.model.decoder import Decoder, Params, Sums
+from moejax.model.decoder import Decoder, Params, Sums, joined
 from moejax.model.tokens import Tokens
 from moejax.moe.statistics import Statistics
 from moejax.ordering import after
@@ -19,6 +20,7 @@ from moejax.schedule.table import make_table
 from moejax.sharding import place_layers
 from moejax.stages import plan_stages
 from moejax.train.objective import losses, with_balance
+from moejax.varying import vary
 
 
 class Pipelined:
@@ -48,19 +50,21 @@ class Pipelined:
         if ahead:
             routes = sum(jnp.sum(requested) for requested in ahead.values())
             self.microbatches = after(lax.psum(routes, STAGE), self.microbatches)
-        ends, groups, ce, statistics = self._pipeline(ahead).gradients()
-        return {**ends, **groups}, Sums(ce, self._all_layers(statistics))
+        ends, groups, sums, statistics = self._pipeline(ahead).gradients()
+        statistics = joined([*self._all_layers(statistics), sums.statistics])
+        return {**ends, **groups}, sums._replace(statistics=statistics)
 
     def cross_entropy(self) -> jax.Array:
         """Sum over valid tokens in nats, without gradients."""
-        return self._pipeline({}).forward()[0]
+        return self._pipeline({}).forward()[0].ce
 
     def _ahead(self) -> Mapping[str, jax.Array]:
         """Requested routes of the whole step, of this stage's slots: by a forward pass, if the scope asks for them."""
         if self.config.loss.balance_scope != "global_batch" or self.config.train.microbatches == 1:
             return {}
         with jax.named_scope("prepass"):
-            found = self._pipeline({}).forward()[1]
+            sums, found = self._pipeline({}).forward()
+            found = {**found, "mtp": sums.statistics}
             return {k: lax.psum(s.requested_E, TOKEN_AXES) for k, s in found.items() if s is not None}
 
     def _pipeline(self, ahead: Mapping[str, jax.Array]) -> Pipeline:
@@ -69,8 +73,8 @@ class Pipelined:
             embed=decoder.embed,
             unembed=decoder.unembed,
             layer={name: self._layer(name, ahead.get(name)) for name in names},
-            head=self._head,
-            head_keys=("final_norm", "embed" if tied else "head"),
+            head=partial(self._head, ahead.get("mtp")),
+            head_keys=(*{"final_norm", "embed" if tied else "head", *(("embed", "mtp") if decoder.mtp else ())},),
             per_chunk=dict(zip(names, self.stages.per_chunk, strict=True)),
             live={name: np.asarray(s) >= 0 for name, s in zip(names, self.stages.slots, strict=True)},
         )
@@ -78,10 +82,17 @@ class Pipelined:
         groups = {key: self.weights[key] for key in names}
         return Pipeline(parts, self.table, ends, groups, self.microbatches)
 
-    def _head(self, ends: Params, x_BSD: jax.Array, microbatch: Params) -> tuple[jax.Array, jax.Array]:
-        x_BSD = self.decoder.bind_ends(ends).final_norm(x_BSD)
-        ce = self.decoder.cross_entropy(ends, x_BSD, microbatch)
-        return losses(Sums(ce, None), self.num_tokens, self.config)["loss"], ce
+    def _head(
+        self, ahead: jax.Array | None, ends: Params, x_BSD: jax.Array, microbatch: Params, before: Sums | None
+    ) -> tuple[jax.Array, Sums]:
+        decoder = self.decoder
+        sums = Sums(decoder.cross_entropy(ends, decoder.norm(ends, x_BSD), microbatch), None)
+        if decoder.mtp is not None:
+            x_BSD, microbatch = after(sums.ce, (x_BSD, microbatch))
+            mtp, found = decoder.ahead(ends, x_BSD, microbatch, lambda name, weights: weights)
+            earlier = None if before is None or before.statistics is None else before.statistics.requested_E
+            sums = with_balance(Sums(sums.ce, found, mtp), earlier, ahead, self.config)
+        return losses(sums, self.num_tokens, self.config)["loss"], vary(sums, TOKEN_AXES)
 
     def _layer(self, name: str, ahead: jax.Array | None) -> Any:
         group = self.decoder.groups[name]
@@ -105,12 +116,12 @@ class Pipelined:
 
         return layer
 
-    def _all_layers(self, statistics: Mapping[str, Statistics | None]) -> Statistics | None:
-        """Statistics of all layers [L, ...], from those of each stage's slots."""
+    def _all_layers(self, statistics: Mapping[str, Statistics | None]) -> list[Statistics]:
+        """Statistics of all layers of each group [L, ...], from those of each stage's slots."""
         found = []
         for (name, group), slots in zip(self.decoder.groups.items(), self.stages.slots, strict=True):
             mine = statistics[name]
             if mine is not None:
                 whole = jax.tree.map(lambda s, n=group.repeat, slots=slots: place_layers(s, slots, n), mine)
                 found.append(jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), lax.psum(whole, STAGE)))
-        return jax.tree.map(lambda *s: jnp.concatenate(s), *found) if found else None
+        return found

@@ -43,7 +43,7 @@ class Program:
         self.layouts = make_layouts(self.decoder.dims, shapes, config)
         self.optimizer, self.schedule = make_optimizer(config, self.decoder.dims)
         self.gradients = gradient_function(self.decoder, self.layouts, config, self.mesh)
-        still = dataclasses.replace(config, moe=dataclasses.replace(config.moe, jitter=0.0))
+        still = dataclasses.replace(config.without_mtp, moe=dataclasses.replace(config.moe, jitter=0.0))
         evaluate = evaluation_function(Decoder(still), self.layouts, still, self.mesh)
         self.state_shardings = self._state_shardings()
         self.abstract_state = jax.tree.map(

@@ -30,7 +30,7 @@ def _gradients(
 ) -> tuple[Params, Params]:
     """Inside `shard_map`: reduced gradients in storage layout, and metrics equal on every device."""
     mode, dtype = config.weights.gather, decoder.dtype
-    groups = {key: layouts[key] for key in decoder.groups}
+    groups = {key: layouts[key] for key in decoder.stacked}
     layer = jax.tree.map(lambda layout: layout.without_layers(), groups, is_leaf=is_layout)
     outside = {key: layouts[key] for key in layouts if not (mode == "layer" and key in groups)}
 
@@ -99,12 +99,17 @@ def gradient_function(decoder: Decoder, layouts: Params, config: Config, mesh: M
 
 
 def evaluation_function(decoder: Decoder, layouts: Params, config: Config, mesh: Mesh) -> Any:
-    """(params, batch) to sums over valid positions: cross-entropy in nats, and tokens."""
+    """(params, batch) to sums over valid positions: cross-entropy in nats, and tokens.
+
+    Parameters that the decoder does not have, those of multi-token prediction, are not read.
+    """
     storage = jax.tree.map(lambda layout: layout.storage_spec, layouts, is_leaf=is_layout)
     forms = matrices(layouts, config.weights, config.mesh)
 
     def body(params: Params, batch: Params) -> Params:
-        weights = quantized(gather(params, layouts, decoder.dtype), forms)
+        read = list(decoder.dims)
+        gathered = gather({key: params[key] for key in read}, {key: layouts[key] for key in read}, decoder.dtype)
+        weights = quantized(gathered, {key: forms[key] for key in read})
         tokens = jnp.sum(batch["segments"] > 0, dtype=jnp.int32)
         if config.mesh.stage > 1:
             ce = Pipelined(decoder, config, weights, _microbatches(batch, config), tokens).cross_entropy()
