@@ -6,6 +6,7 @@ import pytest
 import tiny
 
 from moejax.config import Config, ContextConfig, LayerGroup, LayerSpec, MeshConfig, PipelineConfig, RematConfig
+from moejax.plan.activations import layer_bytes
 from moejax.plan.compile import Compiled, compile_step
 from moejax.plan.memory import memory
 from moejax.plan.report import make_report
@@ -79,3 +80,8 @@ def test_a_large_difference_is_a_warning(times: float, line: str, capsys: pytest
     out = capsys.readouterr().out
     assert line in out
     assert ("warning" in out) == (line == "warning: ")
+
+
+def test_layers_of_a_sharded_vocabulary_are_measured():
+    whole, sharded = (layer_bytes(configuration(MeshConfig(model=m), EXPERTS, "full"))[0] for m in (1, 2))
+    assert whole / 2 < sharded < whole

@@ -37,8 +37,9 @@ def saved_bytes(config: Config) -> int:
 def layer_bytes(config: Config) -> tuple[int, ...]:
     """Bytes of all that one repetition of each pattern makes of a sequence for its backward pass."""
     found, config = [], config.without_mtp
+    vocab = 257 + -257 % config.mesh.group(compute_axes(config, "vocab"))  # small, and divisible among its shards
     for spec in config.model.layers:
-        one = dataclasses.replace(config.model, layers=(LayerGroup(1, spec.pattern),), vocab_size=257)
+        one = dataclasses.replace(config.model, layers=(LayerGroup(1, spec.pattern),), vocab_size=vocab)
         run = dataclasses.replace(config, model=one, **_WHOLE, **({} if one.num_moe_layers else _DENSE))
         found.append(_sequence_bytes(run) - _ends_bytes(run))
     return tuple(found)
