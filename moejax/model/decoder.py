@@ -18,6 +18,7 @@ from moejax.moe.balance import moved_bias
 from moejax.moe.statistics import Statistics
 from moejax.nn.cross_entropy import cross_entropy
 from moejax.nn.embedding import add_gradient, embed
+from moejax.ordering import after
 from moejax.sharding import compute_axes
 
 GatherLayer = Callable[[str, Params], Params]
@@ -108,7 +109,7 @@ class Decoder:
         """
         assert self.mtp is not None
         with jax.named_scope("mtp"):
-            later = shifted(batch, self.mtp.repeat, self.config.mesh.context)
+            later = shifted(after(x_BSD[0, 0, 0], batch), self.mtp.repeat, self.config.mesh.context)
             embedded = self.embed(weights, later)
             y_PBSD, statistics = self.mtp.predict(
                 weights["mtp"], x_BSD, embedded, later["segments"], batch["positions"], partial(gather_layer, "mtp")
