@@ -88,8 +88,7 @@ class Pipelined:
         decoder = self.decoder
         sums = Sums(decoder.cross_entropy(ends, decoder.norm(ends, x_BSD), microbatch), None)
         if decoder.mtp is not None:
-            x_BSD, microbatch = after(sums.ce, (x_BSD, microbatch))
-            mtp, found = decoder.ahead(ends, x_BSD, microbatch, lambda name, weights: weights)
+            mtp, found = decoder.ahead(ends, after(sums.ce, x_BSD), microbatch, lambda name, weights: weights)
             earlier = None if before is None or before.statistics is None else before.statistics.requested_E
             sums = with_balance(Sums(sums.ce, found, mtp), earlier, ahead, self.config)
         return losses(sums, self.num_tokens, self.config)["loss"], vary(sums, TOKEN_AXES)
