@@ -19,7 +19,7 @@ GPU, TPU = Tiles(rows=16, cols=32, depth=16, warps=4, stages=2), Tiles(rows=16, 
 KERNELS = {
     "reference": Kernel("reference"),
     "cpu": Kernel("cpu"),
-    "cpu, windows of 16": Kernel("cpu", Tiles(rows=16)),
+    "cpu, whole windows": Kernel("cpu", Tiles(rows=2)),
     "xla": Kernel("xla"),
     "padded": Kernel("padded"),
     "gpu": Kernel("gpu", GPU, interpret=True),

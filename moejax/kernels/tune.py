@@ -10,7 +10,7 @@ from moejax.kernels.kernel import DIRECTIONS, Backends, Direction, Kernel, Tiles
 from moejax.kernels.table import Entry
 
 TILES: dict[str, dict[str, tuple[Tiles, ...]]] = {
-    "cpu": {"gmm": tuple(Tiles(rows=r) for r in (16, 32, 64)), "wgrad": tuple(Tiles(rows=r) for r in (16, 32, 64))},
+    "cpu": {"gmm": tuple(Tiles(rows=r) for r in (8, 16, 32)), "wgrad": tuple(Tiles(rows=r) for r in (8, 16, 32))},
     "gpu": {
         "gmm": (
             Tiles(64, 128, 64, 4, 3),
