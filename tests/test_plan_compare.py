@@ -52,6 +52,19 @@ def test_ratios_by_hand(runs: tuple[str, str]) -> None:
     assert compare(a, b)["loss"] == 3.0
 
 
+def test_auxiliary_losses_do_not_count(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [9.0, 8.0, 7.0], 100, 50.0, tiny.config(2, 4))
+    path = Path(folder, "metrics.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row, cross_entropy in zip(rows, (5.0, 3.0, 2.0), strict=False):
+        row["ce_loss"] = cross_entropy
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_curve(folder).at(4.0)["tokens"] == 150
+    del rows[1]["ce_loss"]  # then the one loss that every row has
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_curve(folder).at(8.0)["tokens"] == 200
+
+
 def test_a_curve_that_rises_again_counts_from_its_first_crossing() -> None:
     steps = np.arange(4.0)
     curve = Curve("x", 1, np.minimum.accumulate([4.0, 2.0, 3.0, 1.0]), steps, steps, steps)

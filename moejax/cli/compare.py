@@ -15,7 +15,8 @@ def register(subparsers: Any) -> None:
         "compare",
         help="what two runs needed to reach the same loss",
         description="Align the loss curves of two runs by tokens, FLOPs and time, and print what each needed to "
-        "reach a loss. rho_H is the ratio of device-hours: below 1, run A was cheaper.",
+        "reach a loss: the cross-entropy of the next token, without auxiliary losses. rho_H is the ratio of "
+        "device-hours: below 1, run A was cheaper.",
         epilog="example: moejax compare runs/moe runs/dense --smooth 10",
     )
     parser.add_argument("a", metavar="RUN_A", help="folder of a run")

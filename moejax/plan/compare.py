@@ -22,7 +22,8 @@ class Curve:
     Attributes:
         name: Folder of the run.
         devices: Number of devices.
-        loss: Smoothed training loss at each logged step; its running minimum.
+        loss: Smoothed cross-entropy of the next token at each logged step, without the balance, router and multi-token
+            terms that differ between runs (metrics without `ce_loss`: the training loss); its running minimum.
         tokens: Tokens so far.
         flops: Useful FLOPs so far.
         seconds: Training time so far.
@@ -67,8 +68,9 @@ def read_curve(folder: str, smooth: int = 1) -> Curve:
 
 
 def _curve(name: str, config: Config, rows: Sequence[dict[str, Any]], smooth: int) -> Curve:
+    of_loss = "ce_loss" if all("ce_loss" in row for row in rows) else "loss"
     loss, tokens, speed = (
-        np.array([row[key] for row in rows], float) for key in ("loss", "tokens", "tokens_per_second")
+        np.array([row[key] for row in rows], float) for key in (of_loss, "tokens", "tokens_per_second")
     )
     width = max(1, min(smooth, len(loss)))
     kernel = np.convolve(loss, np.ones(width), "full")[: len(loss)] / np.minimum(np.arange(len(loss)) + 1, width)
