@@ -54,3 +54,15 @@ def admitted(expert_STK: np.ndarray, weight_STK: np.ndarray, num_experts: int, c
             used[buffer] = used.get(buffer, 0) + 1
             kept[route] = True
     return kept
+
+
+def assert_close(got, want, name: str, per_expert: bool = False) -> None:
+    """Relative 1e-5 of the largest entry, of every expert by itself; sums over tokens of terms near one that cancel."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert np.isfinite(got).all(), name
+    parts = range(len(want)) if per_expert else [slice(None)]
+    for part in parts:
+        scale = max(
+            np.abs(want[part]).max(), 1e-3 * np.abs(want).max(), 0.1 if name.endswith(("dbias", "drouter")) else 1e-30
+        )
+        assert np.abs(got[part] - want[part]).max() <= 1e-5 * scale, (name, part)

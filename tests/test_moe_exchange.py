@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import PartitionSpec
-from moe_oracle import admitted, dense_layer
+from moe_oracle import admitted, assert_close, dense_layer
 
 from moejax.config import Config, ContextConfig, DataConfig, MeshConfig, MoEConfig, MoEModelConfig
 from moejax.moe import rows
@@ -119,18 +120,6 @@ def oracle(config: Config, a: dict, expert, kept):
     return ORACLES[key](p, a["valid"], kept, expert, a["cotangent"])
 
 
-def assert_close(got, want, name: str, per_expert: bool = False) -> None:
-    """Relative 1e-5 of the largest entry, of every expert by itself; sums over tokens of terms near one that cancel."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert np.isfinite(got).all(), name
-    parts = range(len(want)) if per_expert else [slice(None)]
-    for part in parts:
-        scale = max(
-            np.abs(want[part]).max(), 1e-3 * np.abs(want).max(), 0.1 if name.endswith(("dbias", "drouter")) else 1e-30
-        )
-        assert np.abs(got[part] - want[part]).max() <= 1e-5 * scale, (name, part)
-
-
 def check(monkeypatch, exchange: str, ranks: int, top_k: int, loads=LOADS, fold: int = 1, **moe) -> None:
     monkeypatch.setattr(rows, "UNWRITTEN", np.nan)
     config = run_config(exchange, ranks, top_k, fold, **moe)
@@ -157,23 +146,34 @@ def check(monkeypatch, exchange: str, ranks: int, top_k: int, loads=LOADS, fold:
         assert_close(y.reshape(-1, D), want_y, f"{load}: y")
         for name, value in want.items():
             assert_close(grads[name], value, f"{load}: d{name}", name in ("gate_up", "down"))
+        for name in ("gate_up", "down"):
+            assert not grads[name][counts == 0].any()
         assert not grads["x"][~a["valid"]].any()
         assert not y[~a["valid"]].any()
 
 
 def _check_wire(exchange, ranks, config, facts, kept, statistics) -> None:
-    """Rows between devices, counted one by one."""
-    if exchange not in ("ragged",):
-        return
-    local, pairs, routes = E // ranks, set(), 0
+    """Rows between devices: of `ragged` counted one by one, of the others their slots, full or not."""
+    local, tokens, top_k = E // ranks, ROWS // ranks * LENGTH, config.model.moe.top_k
+    pairs, routes = set(), 0
     for s, t, k in np.argwhere(kept):
         rank = facts["expert"][s, t, k] // local
         if rank != s:
             routes += 1
             pairs.add((s, t, rank))
-    rows_sent = len(pairs) if config.moe.deduplicate else routes
-    assert statistics.sent == rows_sent
-    assert statistics.saved == routes - rows_sent
+    budget, factor = tokens * min(top_k, local), config.moe.capacity
+    if factor is not None:
+        pools = local if config.moe.capacity_per == "expert" else 1
+        budget = min(budget, pools * math.ceil(factor * math.ceil(tokens * top_k / ranks) / pools))
+    others = ranks * (ranks - 1)
+    sent, without = {
+        "local": (0, 0),
+        "ragged": (len(pairs), routes),
+        "padded": (others * min(budget, tokens), others * budget),
+        "gather": (others * tokens, others * tokens),
+    }[exchange]
+    assert statistics.saved == (without - sent if config.moe.deduplicate else 0)
+    assert statistics.sent == (sent if config.moe.deduplicate else without)
 
 
 # exchange, ranks, top-k, de-duplicated: every value of each with the others

@@ -1,6 +1,7 @@
 """The compiled collectives of a layer are the designed ones: on CPU, and for chips that are not there."""
 
 import collections
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -19,16 +20,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_moe_exchange import run_config
 
 from moejax.axes import EXPERT
+from moejax.config import MoEModelConfig
 from moejax.kernels import target
 from moejax.model.recompute import policy
 from moejax.moe.exchange import make_exchange
 from moejax.moe.experts import ExpertWeights
 from moejax.moe.layer import moe_layer
 from moejax.moe.router import RouterWeights
-from moejax.moe.statistics import pair_matrix
+from moejax.plan.hlo import collectives
 
 E, D, F, T, RANKS = 16, 128, 128, 64, 8
-COLLECTIVES = ("all-to-all", "ragged-all-to-all", "all-gather", "reduce-scatter", "all-reduce", "sort")
+SLOW = pytest.mark.slow
 
 
 def compiled_text(mesh: Mesh, exchange: str, top_k: int, backward: bool, remat: str = "none", **moe) -> str:
@@ -61,17 +63,48 @@ def compiled_text(mesh: Mesh, exchange: str, top_k: int, backward: bool, remat: 
     return text
 
 
-def counts(text: str) -> collections.Counter:
-    """Collectives and sorts in HLO text, by name and whether they move rows of width D (or a little more: XLA may
-    merge the weights and row numbers of a slot into its row)."""
-    found = collections.Counter()
-    for line in text.splitlines():
-        match = re.search(rf" ({'|'.join(COLLECTIVES)})(-start)?\(", line)
-        if match:
-            last_dims = [int(n) for n in re.findall(r"(?:f32|u32)\[(?:\d+,)*(\d+)\]", line[: match.start()])]
-            rows = match[1] != "sort" and max(last_dims, default=0) >= D
-            found[match[1], "rows" if rows else "small"] += 1
-    return found
+def found(text: str) -> collections.Counter:
+    """Collectives: kind, type, elements. How small sums and copies cross is XLA's choice: `share` and `sum`."""
+    kinds = {("all-gather", "s32"): "share", ("all-reduce", "s32"): "share", ("all-reduce", "f32"): "sum"}
+    moved = collections.Counter()
+    for item in collectives(text):
+        for shape in item.shapes:
+            moved[kinds.get((item.kind, item.dtype), item.kind), item.dtype, math.prod(shape)] += item.times
+    return moved
+
+
+def designed(exchange: str, deduplicate: bool = False, tile: int = 1) -> collections.Counter:
+    """The collectives of forward and backward with capacity 1 and K = 2: rows with weights and places, there and back.
+
+    `tile` is what the width of a ragged payload is padded to.
+    """
+    slots, lanes = (T * 2, 2 if deduplicate else 1)  # rows of all peers together: capacity x K x T, with padded too
+    moved = collections.Counter({("share", "s32", RANKS * E): 1, ("sum", "f32", D * E): 1})  # counts; router gradient
+    if exchange == "gather":
+        rows, weights = RANKS * T * D, RANKS * T * 2
+        moved |= {(kind, "f32", n): 1 for n in (weights,) for kind in ("all-gather", "reduce-scatter")}
+        moved |= {(kind, "f32", rows): 2 for kind in ("all-gather", "reduce-scatter")}
+        return moved + collections.Counter({("share", "s32", 2 * weights): 1})  # rank and row of all routes
+    kind = "all-to-all" if exchange == "padded" else "ragged-all-to-all"
+    there = lanes * (2 if exchange == "padded" or deduplicate else 1)
+    for width in (D + there, D + lanes):  # rows as 32-bit integers; their gradients carry gradients of weights
+        moved[kind, "u32", slots * -(-width // tile) * tile] += 1
+    moved[kind, "f32", slots * D] += 2  # results, and their gradients
+    if exchange == "ragged" and deduplicate:
+        moved["share", "s32", RANKS * RANKS] += 1  # parcels of every pair
+    return moved
+
+
+def sorts(text: str) -> int:
+    """Sorts, those of libraries included."""
+    return len(re.findall(r" sort(?:-start)?\(|DeviceRadixSort", text))
+
+
+def updates(text: str) -> collections.Counter:
+    """Types of what follows the two buffers among the operands of ragged_all_to_all: offsets and sizes of updates."""
+    types = dict(re.findall(r"(%[\w.\-]+) = (\w+\[[\d,]*\])", text))
+    operands = re.findall(r" ragged-all-to-all(?:-start)?\(([^)]*)\)", text)
+    return collections.Counter(types[name] for found in operands for name in re.findall(r"%[\w.\-]+", found)[2:])
 
 
 @functools.cache
@@ -79,26 +112,25 @@ def _cpu() -> Mesh:
     return Mesh(np.asarray(jax.devices()[:RANKS]), (EXPERT,))
 
 
-def rows_moved(found: collections.Counter) -> dict[str, int]:
-    return {name: n for (name, what), n in found.items() if what == "rows"}
-
-
 @pytest.mark.parametrize(
-    ("exchange", "remat", "rows"),
-    [
-        ("padded", "none", {"all-to-all": 4}),
-        ("padded", "save_exchange", {"all-to-all": 4}),
-        pytest.param("padded", "full", {"all-to-all": 5}, marks=pytest.mark.slow),  # combine's result is not needed
-        pytest.param("gather", "none", {"all-gather": 2, "reduce-scatter": 2}, marks=pytest.mark.slow),
-    ],
+    ("exchange", "deduplicate"), [("padded", False), ("gather", False), pytest.param("padded", True, marks=SLOW)]
 )
-def test_rows_cross_twice_forward_and_twice_backward(exchange, remat, rows):
-    found = counts(compiled_text(_cpu(), exchange, 2, True, remat, capacity=1.0, drop_order="position"))
-    assert rows_moved(found) == rows, found
-    if exchange == "padded":  # counts of routes
-        assert found["all-gather", "small"] == (2 if remat == "full" else 1), found
-    if remat == "none":
-        assert found["sort", "small"] <= 2, found  # routes by expert at the source; the choice of experts
+def test_collectives_on_a_cpu_are_the_designed_ones(exchange, deduplicate):
+    text = compiled_text(_cpu(), exchange, 2, True, capacity=1.0, drop_order="position", deduplicate=deduplicate)
+    assert found(text) == designed(exchange, deduplicate)
+    assert sorts(text) == 1 + text.count('"TopK"') == 2  # routes by expert at the source; the choice of experts
+
+
+@pytest.mark.parametrize(("remat", "repeated"), [("save_exchange", 0), pytest.param("full", 1, marks=SLOW)])
+def test_recomputation_repeats_no_exchange_unless_asked(remat, repeated):
+    """With `full` dispatched rows cross again, and counts, unless XLA merges them; what comes back is not needed."""
+    text = compiled_text(_cpu(), "padded", 2, True, remat, capacity=1.0, drop_order="position")
+    got, want = found(text), designed("padded")
+    want["all-to-all", "u32", T * 2 * (D + 2)] += repeated
+    counts = "share", "s32", RANKS * E
+    assert want[counts] <= got[counts] <= want.pop(counts) + repeated
+    got.pop(counts)
+    assert got == want
 
 
 def test_padded_slots_and_deduplicated_slots():
@@ -117,16 +149,15 @@ def _tpu() -> Mesh:
     return topologies.make_mesh(topology, (RANKS,), (EXPERT,))
 
 
-@pytest.mark.parametrize("deduplicate", [False, True])
-def test_ragged_for_a_tpu_is_native_and_sorts_at_the_source_alone(deduplicate):
-    mesh = _tpu()
+@pytest.mark.parametrize(("exchange", "deduplicate"), [("ragged", False), ("ragged", True), ("padded", False)])
+def test_collectives_on_a_tpu_are_the_designed_ones(exchange, deduplicate):
+    mesh, chosen = _tpu(), {"capacity": 1.0, "drop_order": "position", "deduplicate": deduplicate}
     with target("tpu", "TPU v5"):
-        text = compiled_text(mesh, "ragged", 2, True, capacity=1.0, drop_order="position", deduplicate=deduplicate)
-    found = counts(text)
-    assert rows_moved(found) == {"ragged-all-to-all": 4}, found
-    assert found["sort", "small"] == 2, found  # routes by expert at the source; the choice of experts
-    updates = E if not deduplicate else RANKS  # one a destination and local expert, or one a destination
-    assert re.search(rf"ragged-all-to-all.*s32\[{updates}\]", text) or f"s32[{updates}]" in text
+        text = compiled_text(mesh, exchange, 2, True, **chosen)
+    assert found(text) == designed(exchange, deduplicate, tile=128 if exchange == "ragged" else 1)
+    assert sorts(text) == 2  # routes by expert at the source; the choice of experts: none at the receiver
+    if exchange == "ragged":  # one update a destination, or one a destination and local expert
+        assert updates(text) == {f"s32[{RANKS if deduplicate else E}]": 4 * 4}
 
 
 @functools.cache
@@ -139,36 +170,38 @@ def _cuda() -> Mesh:
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-def test_ragged_for_a_gpu_is_native():
-    mesh = _cuda()
+@pytest.mark.parametrize(
+    ("exchange", "deduplicate"), [("ragged", False), ("ragged", True), pytest.param("padded", False, marks=SLOW)]
+)
+def test_collectives_on_gpus_are_the_designed_ones(exchange, deduplicate):
+    mesh, chosen = _cuda(), {"capacity": 1.0, "drop_order": "position", "deduplicate": deduplicate}
     with target("gpu", "NVIDIA H200"):
-        text = compiled_text(mesh, "ragged", 2, True, capacity=1.0)
-    assert rows_moved(counts(text)) == {"ragged-all-to-all": 4}
+        text = compiled_text(mesh, exchange, 2, True, **chosen)
+    assert found(text) == designed(exchange, deduplicate)
+    assert sorts(text) == 2
+    if exchange == "ragged":
+        assert updates(text) == {f"s32[{RANKS if deduplicate else E}]": 4 * 4}
 
 
-def test_deduplication_saves_what_uniform_routing_predicts():
+@pytest.mark.parametrize("exchange", ["ragged", "padded"])
+def test_deduplication_saves_what_uniform_routing_predicts(exchange):
     """8 of 256 experts over 8 ranks: a token's routes reach 5.3 ranks on average, so 34% of the rows stay at home."""
-    from moejax.moe.admission import sort_routes
-    from moejax.moe.exchange.interface import place
-    from moejax.moe.exchange.parcels import make_shared_parcels
-
     rng = np.random.default_rng(0)
-    expert = jnp.asarray(np.argsort(rng.random((4096, 256)), axis=1)[:, :8], jnp.int32)
-    by_expert = sort_routes(expert, jnp.zeros(expert.shape), 256, by_weight=False)
-    places = place(expert, by_expert, by_expert.counts_E[None], 0, 8)
-    parcels = make_shared_parcels(places, 8)
-    ranks_reached = 8 * (1 - math.comb(224, 8) / math.comb(256, 8))
-    want = 1 - ranks_reached / 8
+    expert = np.argsort(rng.random((RANKS, 512, 256)), axis=2)[:, :, :8].astype(np.int32)
+    model = MoEModelConfig(num_experts=256, top_k=8)
+    config = run_config(exchange, RANKS, 8, deduplicate=True, capacity=1.25)
+    exchanged = make_exchange(dataclasses.replace(config, model=dataclasses.replace(config.model, moe=model)))
+
+    def count(expert):
+        plan = exchanged.plan(expert[0], jnp.ones(expert.shape[1:]))
+        return jax.lax.psum(jnp.stack([plan.sent, plan.saved, jnp.sum(plan.kept_TK, dtype=jnp.int32)]), EXPERT)
+
+    mapped = jax.shard_map(count, mesh=_cpu(), in_specs=PartitionSpec(EXPERT), out_specs=PartitionSpec())
+    sent, saved, kept = np.asarray(jax.jit(mapped)(expert), float)
+    assert kept == expert.size  # so much capacity drops nothing here
+    if exchange == "padded":  # its slots cross, full or not: one for each token instead of 1.25
+        assert (sent, saved) == (RANKS * 7 * 512, RANKS * 7 * 128)
+        return
+    want = math.comb(224, 8) / math.comb(256, 8)  # 8 routes reach 8 (1 - that) ranks
     assert want == pytest.approx(0.34, abs=0.01)
-    assert 1 - int(parcels.count_P.sum()) / expert.size == pytest.approx(want, abs=0.005)
-
-
-def test_pair_matrix():
-    rng = np.random.default_rng(0)
-    expert = rng.integers(0, E + 1, (RANKS, 20, 3)).astype(np.int32)
-    f = lambda e: pair_matrix(e[0], E, RANKS, EXPERT)[None]  # noqa: E731
-    got = jax.jit(jax.shard_map(f, mesh=_cpu(), in_specs=PartitionSpec(EXPERT), out_specs=PartitionSpec(EXPERT)))(
-        expert
-    )
-    want = [[np.sum(expert[s] // (E // RANKS) == p) for p in range(RANKS)] for s in range(RANKS)]
-    np.testing.assert_array_equal(got[3], want)
+    assert saved / (sent + saved) == pytest.approx(want, abs=0.005)

@@ -48,7 +48,7 @@ def run_routing(args: argparse.Namespace) -> int:
     """Print a heat map of characters, and write a picture if asked; return the exit code."""
     import numpy as np
 
-    steps, requested_SLE = read_requested(Path(args.folder))
+    steps, requested_SLE, pairs = read_requested(Path(args.folder))
     mean = np.maximum(requested_SLE.mean(axis=2), 1e-9)
     load_LS = (requested_SLE.max(axis=2) / mean).T
     dead_LS = (requested_SLE == 0).sum(axis=2).T
@@ -57,6 +57,8 @@ def run_routing(args: argparse.Namespace) -> int:
     print(heat_map(load_LS, steps))
     print(f"last step: {', '.join(f'layer {i}: {row[-1]:.2f}' for i, row in enumerate(load_LS))}")
     print(f"experts without a token in the last step: {', '.join(str(row[-1]) for row in dead_LS)}")
+    if pairs is not None:
+        print(pair_table(pairs))
     if args.png:
         draw(steps, requested_SLE, load_LS, Path(args.png))
         print(f"pictures in {args.png}")
@@ -76,8 +78,8 @@ def run_trace(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_requested(folder: Path) -> "tuple[list[int], np.ndarray]":
-    """Logged steps, and requested routes [steps, layers, experts] of a run's metrics."""
+def read_requested(folder: Path) -> "tuple[list[int], np.ndarray, np.ndarray | None]":
+    """Of a run's metrics: logged steps, requested routes [steps, layers, experts], and the last `moe/pairs`, if any."""
     import numpy as np
 
     from moejax.train.metrics import read_rows
@@ -87,7 +89,19 @@ def read_requested(folder: Path) -> "tuple[list[int], np.ndarray]":
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row.get("moe/requested")]
     if not rows:
         raise UserError(f"{folder}: no routing was logged; train a model with ffn: moe for at least log.every steps")
-    return [row["step"] for row in rows], np.asarray([row["moe/requested"] for row in rows], float)
+    pairs = [row["moe/pairs"] for row in rows if row.get("moe/pairs")]
+    requested = np.asarray([row["moe/requested"] for row in rows], float)
+    return [row["step"] for row in rows], requested, np.asarray(pairs[-1]) if pairs else None
+
+
+def pair_table(pairs_LSP: "np.ndarray") -> str:
+    """Text: share of each source rank's routes that goes to each destination rank, over all layers."""
+    import numpy as np
+
+    total_SP = pairs_LSP.sum(axis=0)
+    share_SP = total_SP / np.maximum(total_SP.sum(axis=1, keepdims=True), 1)
+    rows = [f"from {s:3d} | {' '.join(f'{share:4.0%}' for share in row)}" for s, row in enumerate(share_SP)]
+    return "\n".join(["routes of the last step from rank (line) to rank (column), all layers", *rows])
 
 
 def heat_map(values_LS: "np.ndarray", steps: list[int]) -> str:

@@ -113,6 +113,7 @@ class Config:
         if self.model.num_moe_layers:
             self._check_moe()
         else:
+            require(not self.log.pairs, "log.pairs", True, "false: no layer of the model has ffn: moe")
             for section, given in (("moe", self.moe), ("loss", self.loss)):
                 for name, item in type(given).__dataclass_fields__.items():
                     value = getattr(given, name)

@@ -196,11 +196,14 @@ class LogConfig:
         every: Steps between logged steps.
         tensorboard: Write TensorBoard event files into the run folder.
         wandb: Log to Weights & Biases, if it is installed.
+        pairs: Add `moe/pairs` to the rows of metrics.jsonl: for each MoE layer, requested routes from every rank of
+            experts to every other, so that lost locality shows. Costs one small sum over devices a step.
     """
 
     every: int = 10
     tensorboard: bool = True
     wandb: bool = False
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         positive("log", self, "every")

@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from moejax.axes import TOKEN_AXES
 from moejax.config import Config
 from moejax.moe.balance import count_experts, sequence_sum, z_loss_sum
 from moejax.moe.exchange.interface import Plan
@@ -27,7 +29,7 @@ class Statistics(NamedTuple):
         removed_sum: Routing weight of dropped routes, float32.
         margin_sum: What is ranked, of the last chosen over the first not chosen, summed over tokens, float32.
         sent: Rows that devices sent to others in dispatch, int32; combine sends as many.
-        saved: Rows that de-duplication did not send, int32.
+        saved: Rows that they would have sent in addition without de-duplication, int32.
     """
 
     requested_E: jax.Array
@@ -51,8 +53,8 @@ def collect(route: Route, plan: Plan, valid_BS: jax.Array, config: Config) -> St
     routed_TK, valid_T = route.expert_TK < num_experts, valid_BS.reshape(-1)
     lost_TK = routed_TK & ~plan.kept_TK
     kept_expert_TK = jnp.where(plan.kept_TK, route.expert_TK, num_experts)
-    weight_TK = jax.lax.stop_gradient(route.weight_TK)
-    margin_T = jax.lax.stop_gradient(route.margin_T)
+    weight_TK = lax.stop_gradient(route.weight_TK)
+    margin_T = lax.stop_gradient(route.margin_T)
     return Statistics(
         requested_E=count_experts(route.expert_TK, num_experts),
         kept_E=count_experts(kept_expert_TK, num_experts),
@@ -82,7 +84,9 @@ def entropy_imbalance(counts: jax.Array) -> jax.Array:
     return 1 - entropy / jnp.log(jnp.float32(max(counts.shape[-1], 2)))
 
 
-def summarize(total: Statistics, num_tokens: jax.Array, ranks: int, row_bytes: int) -> dict[str, jax.Array]:
+def summarize(
+    total: Statistics, num_tokens: jax.Array, ranks: int, row_bytes: int, drops: bool
+) -> dict[str, jax.Array]:
     """Metrics of a whole step from sums over all devices and microbatches, stacked over layers [L, ...].
 
     Args:
@@ -90,13 +94,14 @@ def summarize(total: Statistics, num_tokens: jax.Array, ranks: int, row_bytes: i
         num_tokens: Tokens of the step.
         ranks: Ranks that experts are sharded over.
         row_bytes: Bytes of one row on the wire, there and back.
+        drops: Routes may lack a place.
 
     Returns:
         Of the worst layer: `moe/{requested,kept}[_rank]_max_over_mean`, `moe/entropy_imbalance` (of requests). Of
         all layers together: `moe/dropped_fraction` of routes, `moe/tokens_losing_{one,all}` as fractions,
         `moe/weight_removed` as a fraction, `moe/margin` (mean), `moe/dead_experts` (number that no token asked
         for), `moe/bytes_{sent,saved}` between devices by dispatch and combine of the forward pass. And
-        `moe/requested` [L, E], routes.
+        `moe/requested` [L, E], routes; with `drops` also `moe/kept` [L, E].
     """
     requested, kept = total.requested_E, total.kept_E
     by_rank = [a.reshape(a.shape[0], ranks, -1).sum(-1) for a in (requested, kept)]
@@ -117,10 +122,18 @@ def summarize(total: Statistics, num_tokens: jax.Array, ranks: int, row_bytes: i
         "moe/dead_experts": jnp.sum(requested == 0).astype(jnp.int32),
         **{f"moe/bytes_{name}": float(row_bytes) * value for name, value in rows.items()},
         "moe/requested": requested,
+        **({"moe/kept": kept} if drops else {}),
     }
 
 
-def pair_matrix(expert_TK: jax.Array, num_experts: int, ranks: int, axes: str | tuple[str, ...]) -> jax.Array:
-    """Requested routes from each source rank to each destination rank along `axes`, [S, P], on demand."""
-    mine_P = count_experts(expert_TK, num_experts).reshape(ranks, -1).sum(-1)
-    return jax.lax.all_gather(mine_P, axes)
+def pair_matrix(requested_LE: jax.Array, ranks: int, axes: tuple[str, ...]) -> jax.Array:
+    """Requested routes from each source rank to each destination rank [L, S, P], on demand: one sum over devices.
+
+    Args:
+        requested_LE: Requested routes of this device alone.
+        ranks: Ranks that experts are sharded over.
+        axes: Mesh axes of these ranks. Devices at the same place along them are one source.
+    """
+    mine_LP = requested_LE.reshape(requested_LE.shape[0], ranks, -1).sum(-1)
+    me_S = (jnp.arange(ranks) == lax.axis_index(axes)).astype(jnp.int32)
+    return lax.psum(mine_LP[:, None, :] * me_S[:, None], TOKEN_AXES)

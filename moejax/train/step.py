@@ -14,7 +14,7 @@ from moejax.config import Config
 from moejax.model.decoder import Decoder, Params, Sums
 from moejax.model.quantized import matrices, quantized
 from moejax.moe.exchange import row_bytes
-from moejax.moe.statistics import summarize
+from moejax.moe.statistics import pair_matrix, summarize
 from moejax.schedule.sequential import accumulate
 from moejax.sharding import gather, gather_for, is_layout, reduce, sum_of_squares
 from moejax.train.objective import losses, with_balance
@@ -61,11 +61,15 @@ def _gradients(
         step_LE = _requested_of_step(forward, weights, microbatches) if ahead else None
         grads, sums = accumulate(loss_fn, weights, microbatches)
     grads = reduce(grads, layouts) if mode == "step" else grads
-    sums = lax.psum(sums, TOKEN_AXES)
+    alone, sums = sums, lax.psum(sums, TOKEN_AXES)
     squares = lax.psum(sum_of_squares(grads, layouts, config.mesh), AXES)
     metrics = losses(sums, num_tokens, config) | {"grad_norm": jnp.sqrt(squares), "tokens": num_tokens}
-    if sums.statistics is not None:
-        metrics |= summarize(sums.statistics, num_tokens, config.expert_ranks, sum(row_bytes(config)))
+    if alone.statistics is not None and sums.statistics is not None:
+        bytes_both_ways, drops = sum(row_bytes(config)), config.moe.capacity is not None
+        metrics |= summarize(sums.statistics, num_tokens, config.expert_ranks, bytes_both_ways, drops)
+        if config.log.pairs:
+            requested_LE = alone.statistics.requested_E
+            metrics["moe/pairs"] = pair_matrix(requested_LE, config.expert_ranks, config.moe.expert_axes)
     return grads, metrics
 
 

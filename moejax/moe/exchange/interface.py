@@ -21,7 +21,7 @@ class Plan(NamedTuple):
         kept_TK: Routes that have a place.
         sizes_e: Rows of each local expert, in the order of the rows that `dispatch` returns.
         sent: Rows of width D that this device sends to others in one dispatch, int32.
-        saved: Rows that de-duplication does not send, int32.
+        saved: Rows that it would send in addition without de-duplication, int32.
         maps: Index arrays of the exchange that made the plan.
     """
 

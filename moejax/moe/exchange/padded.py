@@ -60,9 +60,8 @@ class Padded:
             slots, lanes, parcels = budget, 1, make_parcels(places, expert_TK, by_expert, kept_E, self.ranks)
         packing = pack(places, parcels, jnp.arange(self.ranks) * slots, self.ranks * slots, lanes)
         sizes_e = jnp.sum(kept_SE.reshape(-1, self.ranks, local)[:, me], axis=0)
-        away = jnp.arange(self.ranks) != me
-        saved = jnp.sum(jnp.where(away, jnp.sum(kept_E.reshape(self.ranks, local), axis=1) - parcels.count_P, 0))
-        return Plan(places.kept_TK, sizes_e, jnp.int32((self.ranks - 1) * slots), saved, packing._asdict()).named()
+        sent, saved = (jnp.int32((self.ranks - 1) * n) for n in (slots, budget - slots))  # slots cross, full or not
+        return Plan(places.kept_TK, sizes_e, sent, saved, packing._asdict()).named()
 
     def dispatch(self, x_TD: jax.Array, weight_TK: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array, Plan]:
         """Pack, exchange, put in order of the local experts."""
