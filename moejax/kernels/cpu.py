@@ -1,9 +1,9 @@
 """Grouped matmul for XLA:CPU: loops over windows of rows whose trip counts are data.
 
-A group is cut into whole windows and one for the rest, padded to the next of a few sizes. So a group's weight is
-read once, its gradient written once, and every product is large. Groups with rests of one size share a loop; the
-rest is written back under a row mask, so that groups need no alignment, padding or copy. Work is that of the
-rows in use, whatever the static buffer holds.
+A group is cut into windows of the largest size and one for the rest, padded to the next of a few sizes: a weight
+is read rarely, and every product is large. Windows of one size share a loop; each is written back under a mask of
+its own rows, so that groups need no alignment, padding or copy. Work is that of the rows in use, whatever the
+static buffer holds.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.kernels.groups import bounds
+from moejax.kernels.groups import bounds, count_ends
 from moejax.kernels.kernel import Kernel
 from moejax.kernels.operands import Product, WeightGradient
 from moejax.varying import vary
@@ -24,13 +24,17 @@ _WIDEN_BFLOAT16 = jax.__version_info__ < (0, 11)
 _LEAST = 16  # rows of the least window, which costs as much as about 20 more rows
 
 
-class Group(NamedTuple):
-    """A group that has rows: its number, whole windows, and first and one past the last row of its rest."""
+class Window(NamedTuple):
+    """`size` rows (static) from row `start`; those under the mask `mine` [size, 1] are of `group`."""
 
-    index: jax.Array
-    whole: jax.Array
-    begin: jax.Array
-    end: jax.Array
+    size: int
+    group: jax.Array
+    start: jax.Array
+    mine: jax.Array
+
+    def rows(self, array: jax.Array) -> jax.Array:
+        """The window's rows, other groups' too."""
+        return lax.dynamic_slice_in_dim(array, self.start, self.size)
 
 
 def _sizes(num_rows: int, kernel: Kernel) -> list[int]:
@@ -39,33 +43,40 @@ def _sizes(num_rows: int, kernel: Kernel) -> list[int]:
     return sorted({min(multiple * least, num_rows) for multiple in (1, 2, 3, 4, 6, 8, 12, 16)})
 
 
-def _for_groups(
-    group_sizes: jax.Array, sizes: list[int], visit: Callable[[int, Group, jax.Array], jax.Array], carry: jax.Array
+def _fold(
+    visit: Callable[[Window, jax.Array], jax.Array],
+    carry: jax.Array,
+    group_sizes: jax.Array,
+    num_rows: int,
+    sizes: list[int],
 ) -> jax.Array:
-    """Fold `visit` over the groups that have rows, given the size of the window for the rest (static)."""
+    """Fold `visit` over all windows, in loops by size."""
     start, end = bounds(group_sizes)
-    whole = jnp.maximum(group_sizes - 1, 0) // sizes[-1]
-    begin = start + whole * sizes[-1]
-    kind = jnp.sum((end - begin)[:, None] > jnp.array(sizes), axis=1, dtype=jnp.int32)
-    kind = jnp.where(group_sizes > 0, kind, len(sizes))
+    per_group = -(-group_sizes // sizes[-1])
+    last = jnp.cumsum(per_group, dtype=jnp.int32)
+    index = jnp.arange(num_rows // sizes[-1] + group_sizes.shape[0], dtype=jnp.int32)
+    group = jnp.minimum(count_ends(index, last), group_sizes.shape[0] - 1)
+    begin = start[group] + (index - (last - per_group)[group]) * sizes[-1]
+    kind = count_ends(end[group] - begin - 1, jnp.array(sizes[:-1]))  # the least size that holds what is left
+    kind = jnp.where(index < last[-1], kind, len(sizes))
+    stop = count_ends(jnp.arange(len(sizes), dtype=jnp.int32), kind)
     order = jnp.argsort(kind)
-    stop = jnp.int32(0)
+    group, begin, end = group[order], begin[order], end[group[order]]
+
+    def loop(number: int, size: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def body(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            i, carry = state
+            first = jnp.minimum(begin[i], num_rows - size)  # at the end of the buffer a window reaches back
+            row = first + jnp.arange(size, dtype=jnp.int32)
+            mine = ((row >= begin[i]) & (row < end[i]))[:, None]
+            return i + 1, visit(Window(size, group[i], first, mine), carry)
+
+        return lax.while_loop(lambda state: state[0] < stop[number], body, state)
+
+    state = jnp.zeros_like(stop[0]), carry
     for number, size in enumerate(sizes):
-        first, stop = stop, stop + jnp.sum(kind == number, dtype=jnp.int32)
-
-        def body(i: jax.Array, carry: jax.Array, size: int = size) -> jax.Array:
-            g = order[i]
-            return visit(size, Group(g, whole[g], begin[g], end[g]), carry)
-
-        carry = lax.fori_loop(first, stop, body, carry)
-    return carry
-
-
-def _rest(size: int, group: Group, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """First row of the window for a group's rest, which reaches back where the buffer ends, and its own rows' mask."""
-    start = jnp.minimum(group.begin, num_rows - size)
-    row = start + jnp.arange(size, dtype=jnp.int32)
-    return start, ((row >= group.begin) & (row < group.end))[:, None]
+        state = loop(number, size, state)
+    return state[1]
 
 
 def _widen(array: jax.Array) -> jax.Array:
@@ -78,49 +89,29 @@ def gmm(call: Product, kernel: Kernel) -> jax.Array:
     num_rows, _, n, _ = call.sizes
     dims = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
     lhs, rhs = _widen(lhs), _widen(rhs)
-    sizes = _sizes(num_rows, kernel)
 
-    def visit(size: int, group: Group, out: jax.Array) -> jax.Array:
-        weight = lax.dynamic_index_in_dim(rhs, group.index, 0, keepdims=False)
+    def visit(window: Window, out: jax.Array) -> jax.Array:
+        weight = lax.dynamic_index_in_dim(rhs, window.group, 0, keepdims=False)
+        y = lax.dot_general(window.rows(lhs), weight, dims, preferred_element_type=jnp.float32)
+        y = jnp.where(window.mine, y.astype(out_dtype), window.rows(out))
+        return lax.dynamic_update_slice_in_dim(out, y, window.start, 0)
 
-        def product(row: jax.Array, size: int) -> jax.Array:
-            x = lax.dynamic_slice_in_dim(lhs, row, size)
-            return lax.dot_general(x, weight, dims, preferred_element_type=jnp.float32).astype(out_dtype)
-
-        def add_whole(i: jax.Array, out: jax.Array) -> jax.Array:
-            row = group.begin - (i + 1) * sizes[-1]
-            return lax.dynamic_update_slice_in_dim(out, product(row, sizes[-1]), row, 0)
-
-        out = lax.fori_loop(jnp.zeros_like(group.whole), group.whole, add_whole, out)
-        start, mine = _rest(size, group, num_rows)
-        rest = jnp.where(mine, product(start, size), lax.dynamic_slice_in_dim(out, start, size))
-        return lax.dynamic_update_slice_in_dim(out, rest, start, 0)
-
-    return _for_groups(group_sizes, sizes, visit, vary(jnp.zeros((num_rows, n), out_dtype), call.axes))
+    out = vary(jnp.zeros((num_rows, n), out_dtype), call.axes)
+    return _fold(visit, out, group_sizes, num_rows, _sizes(num_rows, kernel))
 
 
 def wgrad(call: WeightGradient, kernel: Kernel) -> jax.Array:
     """The weight gradient, [G, K, N]."""
     lhs, grad, group_sizes, out_dtype, accumulator = call
     num_rows, k, n, num_groups = call.sizes
-    total = accumulator if accumulator is not None else vary(jnp.zeros((num_groups, k, n), out_dtype), call.axes)
     lhs, grad = _widen(lhs), _widen(grad)
     dims = (((0,), (0,)), ((), ()))
-    sizes = _sizes(num_rows, kernel)
 
-    def visit(size: int, group: Group, total: jax.Array) -> jax.Array:
-        start, mine = _rest(size, group, num_rows)
-        x, dy = (jnp.where(mine, lax.dynamic_slice_in_dim(rows, start, size), 0) for rows in (lhs, grad))
+    def visit(window: Window, total: jax.Array) -> jax.Array:
+        x, dy = (jnp.where(window.mine, window.rows(rows), 0) for rows in (lhs, grad))
         product = lax.dot_general(x, dy, dims, preferred_element_type=jnp.float32)
+        product += lax.dynamic_index_in_dim(total, window.group, 0, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, product, window.group, 0)
 
-        def add_whole(i: jax.Array, product: jax.Array) -> jax.Array:
-            row = group.begin - (i + 1) * sizes[-1]
-            x, dy = (lax.dynamic_slice_in_dim(rows, row, sizes[-1]) for rows in (lhs, grad))
-            return product + lax.dot_general(x, dy, dims, preferred_element_type=jnp.float32)
-
-        product = lax.fori_loop(jnp.zeros_like(group.whole), group.whole, add_whole, product)
-        if accumulator is not None:
-            product += lax.dynamic_index_in_dim(total, group.index, 0, keepdims=False)
-        return lax.dynamic_update_index_in_dim(total, product.astype(total.dtype), group.index, 0)
-
-    return _for_groups(group_sizes, sizes, visit, total)
+    total = accumulator if accumulator is not None else vary(jnp.zeros((num_groups, k, n), jnp.float32), call.axes)
+    return _fold(visit, total, group_sizes, num_rows, _sizes(num_rows, kernel)).astype(out_dtype)
