@@ -9,7 +9,7 @@ import pytest
 
 from moejax.cli.main import main
 from moejax.config import MoEModelConfig
-from moejax.moe.alarm import IMBALANCE, LOSS, GerrymanderingAlarm
+from moejax.moe.alarm import IMBALANCE, LOSS, WINDOW, GerrymanderingAlarm
 from moejax.moe.balance import sequence_sum
 from moejax.moe.router import RouterWeights, route
 from moejax.moe.statistics import count_experts, max_over_mean
@@ -52,14 +52,23 @@ def test_alarm_goes_off_under_a_large_balance_weight_and_not_under_a_small_one()
     assert rows[-1][LOSS] > 1.1  # here the loss tells
 
 
+def test_noise_is_no_alarm():
+    """Loads of one distribution in all steps, while the loss falls."""
+    for seed in range(3):
+        rng, alarm = np.random.default_rng(seed), GerrymanderingAlarm()
+        for step in range(2000):
+            alarm.update({LOSS: 1.2 - 2e-4 * step, IMBALANCE: 1.8 * np.exp(0.2 * rng.standard_normal())})
+        assert alarm.count == 0
+
+
 def test_alarm_is_silent_without_metrics_and_counts_each_time_once():
     alarm = GerrymanderingAlarm()
-    for value in np.linspace(1, 2, 16):
+    for value in np.linspace(1, 2, 2 * WINDOW):
         alarm.update({LOSS: 1.0, IMBALANCE: value})  # load alone
         alarm.update({"loss": 3.0})
         alarm.update({LOSS: None, IMBALANCE: 1.0})
     assert alarm.count == 0
-    texts = [alarm.update({LOSS: 2 - value, IMBALANCE: value}) for value in np.linspace(1, 1.9, 48)]
+    texts = [alarm.update({LOSS: 2 - value, IMBALANCE: value}) for value in np.linspace(1, 1.9, 6 * WINDOW)]
     assert sum(text is not None for text in texts) == alarm.count >= 2
     assert "loss.balance_weight" in next(text for text in texts if text)
 
@@ -69,7 +78,9 @@ def test_inspect_routing_prints_and_draws(tmp_path, capsys):
     for step in range(10, 810, 10):
         requested = rng.multinomial(1000, np.ones(8) / 8, size=3)
         requested[1] = [800 - step, 200 + step, 0, 0, 0, 0, 0, 0]
-        lines.append(json.dumps({"step": step, "loss": 1.0, "moe/requested": requested.tolist()}))
+        pairs = [[[step, 3 * step], [500, 500]]] * 2
+        row = {"step": step, "loss": 1.0, "moe/requested": requested.tolist(), "moe/pairs": pairs}
+        lines.append(json.dumps(row))
     lines.insert(3, json.dumps({"step": 15, "loss": 1.0}))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     picture = tmp_path / "routing.png"
@@ -81,6 +92,7 @@ def test_inspect_routing_prints_and_draws(tmp_path, capsys):
     assert row.endswith("@|")
     assert len(row.split("|")[1]) == 64
     assert "without a token in the last step: 0, 7, 0" in out
+    assert out.splitlines()[-3:-1] == ["from   0 |  25%  75%", "from   1 |  50%  50%"]
     assert picture.stat().st_size > 5000
 
 

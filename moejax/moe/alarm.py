@@ -6,7 +6,7 @@ the loss: a run is told when requested imbalance rises while the loss falls.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -16,11 +16,14 @@ LOSS, IMBALANCE = "balance_loss", "moe/requested_max_over_mean"
 COUNT = "moe/gerrymandering_alarms"
 """Metric that counts the alarms of a run."""
 
-WINDOW, MEMORY = 8, 64
+WINDOW, MEMORY = 16, 128
 """Logged steps of a stretch, and of the memory whose first and last stretch are compared."""
 
 LOSS_FALLS, IMBALANCE_RISES = 0.99, 1.1
 """Ratios of the medians of the last stretch over the first one that raise the alarm."""
+
+CLEAR = 0.9
+"""Share of pairs, one step of each stretch, that must agree with both medians: the load of single steps is noisy."""
 
 
 class GerrymanderingAlarm:
@@ -42,10 +45,10 @@ class GerrymanderingAlarm:
         if len(self._seen) < 2 * WINDOW:
             return None
         rows = list(self._seen)
-        (loss, load), (new_loss, new_load) = (
-            (median(r[0] for r in half), median(r[1] for r in half)) for half in (rows[:WINDOW], rows[-WINDOW:])
-        )
-        if not (new_loss < LOSS_FALLS * loss and new_load > IMBALANCE_RISES * load):
+        (losses, loads), (new_losses, new_loads) = (zip(*part, strict=True) for part in (rows[:WINDOW], rows[-WINDOW:]))
+        loss, load, new_loss, new_load = map(median, (losses, loads, new_losses, new_loads))
+        moved = new_loss < LOSS_FALLS * loss and new_load > IMBALANCE_RISES * load
+        if not (moved and _above(losses, new_losses) >= CLEAR and _above(new_loads, loads) >= CLEAR):
             return None
         self.count += 1
         self._seen.clear()
@@ -54,3 +57,8 @@ class GerrymanderingAlarm:
             f"{load:.2f} to {new_load:.2f} times the mean: the router serves the loss, not the balance; try a smaller "
             "loss.balance_weight, or model.moe.selection_bias with loss.bias_rate"
         )
+
+
+def _above(high: Sequence[float], low: Sequence[float]) -> float:
+    """Share of pairs whose first value is the larger one."""
+    return sum(a > b for a in high for b in low) / (len(high) * len(low))
