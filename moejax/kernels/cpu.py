@@ -57,7 +57,7 @@ def _fold(
     index = jnp.arange(num_rows // sizes[-1] + group_sizes.shape[0], dtype=jnp.int32)
     group = jnp.minimum(count_ends(index, last), group_sizes.shape[0] - 1)
     begin = start[group] + (index - (last - per_group)[group]) * sizes[-1]
-    kind = count_ends(end[group] - begin - 1, jnp.array(sizes[:-1]))  # the least size that holds what is left
+    kind = count_ends(end[group] - begin - 1, jnp.array(sizes[:-1], jnp.int32))  # the least that holds the rest
     kind = jnp.where(index < last[-1], kind, len(sizes))
     stop = count_ends(jnp.arange(len(sizes), dtype=jnp.int32), kind)
     order = jnp.argsort(kind)
