@@ -8,10 +8,21 @@ import numpy as np
 import pytest
 import tiny
 
-from moejax.config import Config, DataConfig, LayerGroup, LayerSpec, LossConfig, MeshConfig, MoEConfig, MoEModelConfig
+from moejax.config import (
+    Config,
+    DataConfig,
+    LayerGroup,
+    LayerSpec,
+    LogConfig,
+    LossConfig,
+    MeshConfig,
+    MoEConfig,
+    MoEModelConfig,
+)
 from moejax.errors import UserError
 from moejax.model.block import MLP, Block, MoE, Tokens
 from moejax.model.parameters import Abstract
+from moejax.moe.experts import ExpertWeights, experts
 
 B, S, D = 2, 5, 32
 
@@ -113,6 +124,39 @@ def test_dense_branch_has_its_own_norm_and_reads_the_residual():
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("scope", ["sequence", "sequence_unbiased"])
+def test_balance_loss_of_a_layer_counts_what_its_scope_says(scope):
+    """The experts that were chosen with the bias, or as DeepSeek-V3 those of the highest scores."""
+    m = MoEModelConfig(num_experts=6, top_k=2, expert_dim=12, scores="sigmoid", selection_bias=True)
+    module, w = bound(MoE(dataclasses.replace(run_of(m), loss=LossConfig(balance_scope=scope))))
+    x, known = tokens()
+    _, statistics = jax.jit(lambda x: module(x, known))(x)
+    score = 1 / (1 + np.exp(-x.astype(np.float64) @ w["router"]))
+    counted = score + (w["selection_bias"] if scope == "sequence" else 0)
+    want, valid = 0.0, np.asarray(known.segments) > 0
+    for b in range(B):
+        chosen = np.argsort(-counted[b][valid[b]], axis=1)[:, :2]
+        fraction = np.bincount(chosen.ravel(), minlength=6) / chosen.size
+        want += 6 * (score[b] / score[b].sum(-1, keepdims=True))[valid[b]].sum(0) @ fraction
+    np.testing.assert_allclose(statistics.balance_sum, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_backward_keeps_no_result_of_experts(biased):
+    """The routing weight's gradient is <dY W2^T, A>: of the arrays that wait for it, rows of width D come in alone."""
+    rows, width, hidden = 40, 12, 10
+    shapes = [(3, width, 2, hidden), (3, hidden, width)] + [(3, 2 * hidden), (3, width)] * biased
+    weights = ExpertWeights(*[jnp.ones(shape) for shape in shapes])
+    sizes = jnp.asarray([20, 0, 15], jnp.int32)
+
+    def pullback(x, weight, w):
+        return jax.vjp(lambda x, weight, w: experts(x, weight, sizes, w, "swiglu", False), x, weight, w)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(pullback, jnp.ones((rows, width)), jnp.ones(rows), weights))
+    wide = [leaf.shape for leaf in kept if leaf.shape[:1] == (rows,) and width in leaf.shape[1:]]
+    assert len(wide) == 1, wide
+
+
 def test_several_shared_experts_are_one_wide_one():
     wide, w = bound(MLP(tiny.config(), 30))
     x, known = tokens()
@@ -121,6 +165,15 @@ def test_several_shared_experts_are_one_wide_one():
     np.testing.assert_allclose(wide(jnp.asarray(x), known)[0], narrow, rtol=1e-4, atol=1e-5)
 
 
+def test_biases_of_experts_whose_width_is_sharded_are_refused():
+    """They would be added once by every device."""
+    m = MoEModelConfig(num_experts=4, top_k=2, expert_dim=12, expert_bias=True)
+    run = dataclasses.replace(run_of(m), mesh=MeshConfig(model=2))
+    with pytest.raises(UserError, match=r"model.moe.expert_bias=true.*so that biases are added once"):
+        MoE(run)
+
+
+DENSE = Config(model=dataclasses.replace(tiny.MODEL, layers=(LayerGroup(1, (LayerSpec("dense"),)),)))
 REFUSED = [
     ("moe.capacity_per", lambda: MoEConfig(capacity_per="expert")),
     ("moe.drop_order", lambda: MoEConfig(drop_order="position")),
@@ -140,6 +193,7 @@ REFUSED = [
     ("loss.balance_scope", lambda: Config(loss=LossConfig(balance_scope="accumulated"))),
     ("loss.balance_scope", lambda: Config(loss=LossConfig(balance_scope="sequence_unbiased"))),
     ("loss.bias_rate", lambda: Config(loss=LossConfig(bias_rate=0.1))),
+    ("log.pairs", lambda: dataclasses.replace(DENSE, log=LogConfig(pairs=True))),
     ("moe.exchange", lambda: Config(mesh=MeshConfig(expert=2), moe=MoEConfig("local"))),
     (
         "moe.deduplicate",
@@ -149,10 +203,7 @@ REFUSED = [
     ),
     (
         "moe.capacity",
-        lambda: Config(
-            model=dataclasses.replace(tiny.MODEL, layers=(LayerGroup(1, (LayerSpec("dense"),)),)),
-            moe=MoEConfig(capacity=1.0),
-        ),
+        lambda: dataclasses.replace(DENSE, moe=MoEConfig(capacity=1.0)),
     ),
 ]
 

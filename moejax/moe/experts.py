@@ -60,11 +60,7 @@ def experts(
     else:
         out = expert_ffn(rows_RD, up, down, sizes_e, weight, activation=ACTIVATIONS[activation])
     if weights.down_bias is not None:
-        bias = _of_rows(weights.down_bias, sizes_e, out.shape[0])
-        if not weight_on_input:
-            live = jnp.arange(out.shape[0]) < jnp.sum(sizes_e)
-            bias = _weighted(bias, jnp.where(live, weight_R, 0.0))
-        out = out + bias
+        out = out + _down_bias(weights.down_bias, weight, sizes_e, out.shape[0])
     return out
 
 
@@ -78,6 +74,14 @@ def _hidden(
     hidden = checkpoint_name(hidden, "experts")
     hidden = activate(hidden.reshape(-1, *weights.gate_up.shape[2:]), activation)
     return hidden if weight_R is None else _weighted(hidden, weight_R)
+
+
+def _down_bias(bias_eD: jax.Array, weight_R: jax.Array | None, sizes_e: jax.Array, rows: int) -> jax.Array:
+    """Each row's bias, times `weight` if given. Backward makes it again: it is as large as the results of experts."""
+    if weight_R is None:
+        return _of_rows(bias_eD, sizes_e, rows)
+    weight_R = jnp.where(jnp.arange(rows) < jnp.sum(sizes_e), weight_R, 0.0)
+    return jax.checkpoint(lambda bias, weight: _weighted(_of_rows(bias, sizes_e, rows), weight))(bias_eD, weight_R)
 
 
 def _product(rows_RK: jax.Array, weight: jax.Array | MXWeight, sizes_e: jax.Array) -> jax.Array:
