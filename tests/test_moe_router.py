@@ -81,6 +81,16 @@ def test_ties_go_to_the_lower_expert_and_margin_is_zero():
     np.testing.assert_array_equal(got.margin_T, [0, 0])
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_cpu_chooses_without_a_sort(groups):
+    """XLA:CPU makes one call of a top-k that is read whole, and sorts all scores of a token for one that is cut."""
+    model = MoEModelConfig(num_experts=64, top_k=4, num_groups=groups, top_groups=min(2, groups))
+    x, router = jnp.ones((32, 8)), RouterWeights(jnp.ones((8, 64)))
+    text = jax.jit(lambda x: route(x, jnp.ones(32, bool), router, model)).lower(x).compile().as_text()
+    assert "TopK" in text
+    assert " sort(" not in text
+
+
 def test_selection_bias_has_no_gradient_and_is_not_in_the_weights():
     m = dataclasses.replace(BASE, selection_bias=True, scores="sigmoid")
     x, w = jnp.ones((4, D)), jnp.asarray(np.random.default_rng(0).standard_normal((D, E)), jnp.float32)

@@ -78,8 +78,7 @@ def route(
         ranked_TE = ranked_TE + lax.stop_gradient(weights.selection)
     if forced != "learned":
         ranked_TE = _forced(ranked_TE, config.top_k, forced)
-    best, expert_TK, margin_T = _choose(ranked_TE, config)
-    del best
+    expert_TK, margin_T = _choose(ranked_TE, config)
     expert_TK = checkpoint_name(expert_TK, "route")  # recomputation must not break a tie another way
     weight_TK = _weights(logits_TE, score_TE, expert_TK, config)
     weight_TK = jnp.where(valid_T[:, None], weight_TK, 0.0)
@@ -124,8 +123,11 @@ def _scores(logits_TE: jax.Array, logsumexp_T: jax.Array, kind: str) -> tuple[ja
     return score_TE, score_TE / (jnp.sum(score_TE, axis=-1, keepdims=True) + TINY)
 
 
-def _choose(ranked_TE: jax.Array, config: MoEModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The K best, from the best groups only if groups are limited (DeepSeek-V3: a group counts its two best)."""
+def _choose(ranked_TE: jax.Array, config: MoEModelConfig) -> tuple[jax.Array, jax.Array]:
+    """The K best and their lead over the next one.
+
+    From the best groups only if groups are limited (DeepSeek-V3: a group counts its two best).
+    """
     tokens, num_experts = ranked_TE.shape
     if config.num_groups > 1:
         grouped = ranked_TE.reshape(tokens, config.num_groups, -1)
@@ -133,12 +135,13 @@ def _choose(ranked_TE: jax.Array, config: MoEModelConfig) -> tuple[jax.Array, ja
         _, best = lax.top_k(group_score, config.top_groups)
         open_TG = jnp.any(best[:, :, None] == jnp.arange(config.num_groups), axis=1)
         ranked_TE = jnp.where(open_TG[:, :, None], grouped, -jnp.inf).reshape(tokens, num_experts)
-    more = min(config.top_k + 1, num_experts)
-    value, expert = lax.top_k(ranked_TE, more)
-    last = value[:, config.top_k - 1]
-    margin = last - value[:, config.top_k] if more > config.top_k else jnp.zeros_like(last)
-    margin = jnp.where(jnp.isfinite(margin), margin, 0.0)  # nothing else was open
-    return value[:, : config.top_k], expert[:, : config.top_k].astype(jnp.int32), margin
+    # Only the choice is read of it: XLA:CPU sorts whole rows for a top-k whose parts are cut further.
+    expert_TK = lax.top_k(ranked_TE, config.top_k)[1].astype(jnp.int32)
+    chosen_TE = jnp.any(expert_TK[:, :, None] == jnp.arange(num_experts), axis=1)
+    last_T = jnp.min(jnp.where(chosen_TE, ranked_TE, jnp.inf), axis=-1)
+    next_T = jnp.max(jnp.where(chosen_TE, -jnp.inf, ranked_TE), axis=-1)
+    margin_T = last_T - next_T
+    return expert_TK, jnp.where(jnp.isfinite(margin_T), margin_T, 0.0)  # not finite where nothing else was open
 
 
 def _weights(logits_TE: jax.Array, score_TE: jax.Array, expert_TK: jax.Array, config: MoEModelConfig) -> jax.Array:
