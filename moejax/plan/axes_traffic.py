@@ -7,6 +7,7 @@ from moejax.config import Config
 from moejax.nn.cross_entropy import CHUNK
 from moejax.nn.ring_attention import Ring
 from moejax.plan.exchange import Found, exchange_sizes
+from moejax.plan.loss_traffic import statistics
 from moejax.plan.moves import CONTEXT_CLASS, PIPELINE, TENSOR, VOCABULARY
 from moejax.plan.turns import Run, runs, table_of, ticks
 from moejax.sharding import compute_axes
@@ -17,15 +18,18 @@ def of_axes(config: Config) -> Iterator[Found]:
     yield from _pipeline(config)
     yield from _vocabulary(config)
     for run in runs(config):
-        yield from _context(config, run)
-        yield from _tensor(config, run)
+        for key, times, size, _ in (*_context(config, run), *_tensor(config, run)):
+            yield key, times, size, round(size * run.taken)
     if config.mesh.context > 1:
-        segments = 4 * rows(config) * config.data.sequence_length
-        turns, modules = config.train.microbatches, config.model.mtp
-        yield (CONTEXT_CLASS, "all-gather", "s32", (CONTEXT,)), turns * (1 + modules), segments, None
+        segments, stages = 4 * rows(config) * config.data.sequence_length, config.mesh.stage
+        forward, backward = ticks(config)
+        taken, modules = config.train.microbatches / forward, config.model.mtp
+        key = (CONTEXT_CLASS, "all-gather", "s32", (CONTEXT,))
+        yield key, forward + backward if stages > 1 else forward, segments, None
         if modules:  # tokens, targets and documents at the end of a shard look into the next one
+            yield key, modules * forward, segments // stages, round(segments // stages * taken)
             ahead = 4 * 3 * rows(config) * modules
-            yield (CONTEXT_CLASS, "collective-permute", "s32", (CONTEXT,)), turns, ahead, None
+            yield (CONTEXT_CLASS, "collective-permute", "s32", (CONTEXT,)), forward, ahead, round(ahead * taken)
 
 
 def rows(config: Config) -> int:
@@ -75,6 +79,9 @@ def _vocabulary(config: Config) -> Iterator[Found]:
         if modules := config.model.mtp:  # shares of the sequences: results, gradients of hidden states and embeddings
             for ahead in (modules, 1, modules):
                 yield move((STAGE,), forward, ahead * hidden)
+            if config.model.specs[-1].ffn == "moe":  # statistics of their routers
+                for of, numbers in statistics(config):
+                    yield move((STAGE,), forward, 4 * modules * numbers, of)
     if not axes:
         return
     for ahead in filter(None, (1, config.model.mtp)):  # the model itself; all modules of multi-token prediction at once
@@ -94,7 +101,7 @@ def _context(config: Config, run: Run) -> Iterator[Found]:
     split = config.mesh.group(compute_axes(config, "heads"))
     heads = attention.num_heads // split
     kv_heads = attention.num_kv_heads // config.mesh.group(compute_axes(config, "kv_heads"))
-    vector = _tokens(config) * attention.head_dim
+    vector = _tokens(config) // run.share * attention.head_dim
     again = {"full": run.backward, "attention": run.backward}.get(run.policy, 0)
     if config.context.attention == "ulysses":
         key = (CONTEXT_CLASS, "all-to-all", dtype, (CONTEXT,))
@@ -111,7 +118,7 @@ def _context(config: Config, run: Run) -> Iterator[Found]:
             yield (CONTEXT_CLASS, permute, "f32", (CONTEXT,)), (steps - 1) * run.backward, both * 4, None
             yield (CONTEXT_CLASS, permute, dtype, (CONTEXT,)), run.backward, both * width, None
     if run.spec.ffn == "moe" and config.loss.balance_scope == "sequence":
-        histogram = 4 * rows(config) * config.model.moe.num_experts
+        histogram = 4 * rows(config) // run.share * config.model.moe.num_experts
         repeated = run.backward if run.policy == "full" else 0
         yield (CONTEXT_CLASS, "all-reduce", "s32", (CONTEXT,)), run.forward + repeated, histogram, None
 
@@ -119,7 +126,7 @@ def _context(config: Config, run: Run) -> Iterator[Found]:
 def _tensor(config: Config, run: Run) -> Iterator[Found]:
     """Sums of the shares of heads and widths: results in forward, gradients of inputs in backward."""
     dtype, _ = _type(config)
-    attention, model, hidden = config.model.attention, config.model.moe, _hidden(config)
+    attention, model, hidden = config.model.attention, config.model.moe, _hidden(config) // run.share
     recomputed = run.backward if run.policy != "none" else 0
 
     def move(axes: tuple[str, ...], times: int, size: int, dtype: str = dtype) -> Found:
@@ -136,4 +143,4 @@ def _tensor(config: Config, run: Run) -> Iterator[Found]:
     if (axes := compute_axes(config, "expert_mlp")) and run.spec.ffn == "moe":
         inner = hidden // config.model.d_model * (model.latent_dim or config.model.d_model)
         yield move(axes, run.forward + run.backward + again, inner)
-        yield move(axes, run.backward, 4 * exchange_sizes(config).rows, "f32")
+        yield move(axes, run.backward, 4 * exchange_sizes(config, run.share).rows, "f32")

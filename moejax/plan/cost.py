@@ -81,9 +81,7 @@ def step_cost(config: Config, tensors: Sequence[Tensor], target: Target) -> Cost
     tokens = tokens_per_step(config)
     per_device = tokens / config.mesh.size
     flops = sum(training_flops(config, tensors).values()) * per_device
-    moves = {
-        move: move_seconds(move, config, target) / share for move in step_traffic(config, tensors, target.platform)
-    }
+    moves = {move: move_seconds(move, config, target) / share for move in step_traffic(config, tensors, target)}
 
     def wire(*names: str) -> float:
         return sum(seconds for move, seconds in moves.items() if move.name in names)

@@ -1,7 +1,7 @@
 """What the exchange of MoE layers holds and moves, from its static sizes."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moejax.axes import BATCH_AXES
@@ -9,7 +9,7 @@ from moejax.config import Config
 from moejax.moe.admission import Capacity
 from moejax.moe.exchange import row_bytes
 from moejax.plan.moves import COMBINE, DISPATCH, PLAN, Key
-from moejax.plan.turns import runs
+from moejax.plan.turns import Run, runs
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,16 @@ def exchange_of(config: Config) -> str:
     return config.moe.exchange or ("padded" if config.expert_ranks > 1 else "local")
 
 
-def exchange_sizes(config: Config) -> ExchangeSizes:
-    """Sizes of the buffers that the exchange of a configuration has."""
+def exchange_sizes(config: Config, share: int = 1) -> ExchangeSizes:
+    """Sizes of the buffers that the exchange of a configuration has.
+
+    Args:
+        config: The run.
+        share: Parts that the sequences of a microbatch are cut into.
+    """
     moe, model, ranks = config.moe, config.model.moe, config.expert_ranks
     sequences = config.data.batch_size // (config.mesh.group(BATCH_AXES) * config.train.microbatches)
-    tokens = sequences * config.data.sequence_length // config.mesh.context
+    tokens = sequences // share * config.data.sequence_length // config.mesh.context
     local, top_k = model.num_experts // ranks, model.top_k
     capacity = Capacity(moe.capacity, moe.capacity_per == "expert")
     most = tokens * min(top_k, local)
@@ -71,32 +76,45 @@ def of_experts(config: Config, platform: str | None) -> Iterator[Found]:
 
     Args:
         config: The run.
-        platform: For what `ragged` is on it: `tpu` pads rows to whole tiles, `cpu` gathers all rows everywhere.
+        platform: For what compilers make of them. `tpu` pads rows of `ragged` to whole tiles, and sums what `gather`
+            collects of counts and scatters of rows of up to four numbers; `cpu` gathers rows of `ragged` everywhere.
     """
-    exchange, moe = exchange_of(config), config.model.moe
-    if exchange == "local" or not config.model.num_moe_layers:
+    if exchange_of(config) == "local":
         return
-    sizes, ranks = exchange_sizes(config), config.expert_ranks
+    layers = [run for run in runs(config) if run.spec.ffn == "moe"]
+    for merged in (False, True):
+        if alike := [run for run in layers if run.merged is merged]:
+            taken = alike[0].taken
+            for key, times, size, filled in _of_layers(config, platform, alike):
+                yield key, times, size, round((size if filled is None else filled) * taken) if taken < 1 else filled
+
+
+def _of_layers(config: Config, platform: str | None, layers: Sequence[Run]) -> Iterator[Found]:
+    """Moves of MoE layers that run on equal parts of a microbatch's sequences."""
+    exchange, moe = exchange_of(config), config.model.moe
+    sizes, ranks = exchange_sizes(config, layers[0].share), config.expert_ranks
     dtype, width = ("f32", 4) if config.model.dtype == "float32" else ("bf16", 2)
     out, row = row_bytes(config)
-    layers = [run for run in runs(config) if run.spec.ffn == "moe"]
     count, backward = sum(run.forward for run in layers), sum(run.backward for run in layers)
     again = sum(run.backward for run in layers if run.policy == "full")
     back_again = sum(run.backward for run in layers if run.policy == "full" and not run.last)
+    plans = count + sum(run.backward for run in layers if run.policy == "full" and not run.merged)
+    summed = exchange == "gather" and platform == "tpu"
 
     def move(name: str, kind: str, times: int, size: int, of: str = dtype, filled: int | None = None) -> Found:
         return (name, kind, of, config.moe.expert_axes), times, size, filled
 
-    yield move(PLAN, "all-gather", count + again, 4 * ranks * moe.num_experts, "s32")
+    yield move(PLAN, "all-reduce" if summed else "all-gather", plans, 4 * ranks * moe.num_experts, "s32")
     if exchange != "padded" and config.moe.capacity is not None and config.moe.drop_order == "weight":
-        yield move(PLAN, "all-gather", count + again, 4 * ranks * sizes.tokens * moe.top_k, "f32")
+        yield move(PLAN, "all-gather", plans, 4 * ranks * sizes.tokens * moe.top_k, "f32")
     if exchange == "gather":
         everyone = sizes.arriving
-        yield move(PLAN, "all-gather", count + again, 2 * 4 * everyone * moe.top_k, "s32")
+        yield move(PLAN, "all-gather", plans, 2 * 4 * everyone * moe.top_k, "s32")
         yield move(DISPATCH, "all-gather", count + again, everyone * row)
         yield move(DISPATCH, "all-gather", count + again, 4 * everyone * moe.top_k, "f32")
         yield move(DISPATCH, "reduce-scatter", backward, everyone * row)
-        yield move(DISPATCH, "reduce-scatter", backward, 4 * everyone * moe.top_k, "f32")
+        narrow = "all-reduce" if summed and moe.top_k <= _TPU_NARROW else "reduce-scatter"
+        yield move(DISPATCH, narrow, backward, 4 * everyone * moe.top_k, "f32")
         yield move(COMBINE, "reduce-scatter", count + back_again, everyone * row)
         yield move(COMBINE, "all-gather", backward, everyone * row)
         return
@@ -110,7 +128,7 @@ def of_experts(config: Config, platform: str | None) -> Iterator[Found]:
         yield move(COMBINE, "all-to-all", count + back_again + backward, sizes.arriving * row)
         return
     if config.moe.deduplicate:
-        yield move(PLAN, "all-gather", count + again, 4 * ranks * ranks, "s32")
+        yield move(PLAN, "all-gather", plans, 4 * ranks * ranks, "s32")
     there_rows, back_rows, rows = _rows_of_ragged(config, sizes, platform)
     kind = "all-gather" if platform == "cpu" else "ragged-all-to-all"
     for name, times, size, of, to in (
@@ -126,6 +144,9 @@ def of_experts(config: Config, platform: str | None) -> Iterator[Found]:
 
 _TPU_TILE = 512
 """Bytes that a row of a ragged exchange is padded to on TPUs: two rows of 128 lanes of 16 bits (libtpu 0.0.52)."""
+
+_TPU_NARROW = 4
+"""Numbers in a row up to which libtpu 0.0.52 sums whole arrays instead of scattering the sum."""
 
 
 def _rows_of_ragged(config: Config, sizes: ExchangeSizes, platform: str | None) -> tuple[int, int, float]:

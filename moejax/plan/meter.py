@@ -10,7 +10,7 @@ from moejax.plan.flops import mfu, tokens_per_step, training_flops
 from moejax.plan.hlo import collectives
 from moejax.plan.moves import by_class, compiled_traffic
 from moejax.plan.report import mesh_of
-from moejax.plan.target import target_of
+from moejax.plan.target import read_target, target_of
 from moejax.plan.tensors import tensors
 from moejax.plan.text import of_bytes, of_count
 from moejax.plan.traffic import step_traffic
@@ -34,8 +34,8 @@ class Meter:
         self._kind = device.device_kind if device_kind is None else device_kind
         self._config, self._target, found = config, target_of(self._kind), tensors(config)
         self._flops = sum(training_flops(config, found).values())
-        platform = self._target.platform if self._target else device.platform
-        self._expected = _sent(step_traffic(config, found, platform))
+        machine = read_target("cpu") if self._target is None and device.platform == "cpu" else self._target
+        self._expected = _sent(step_traffic(config, found, machine))
         self._compiled: dict[str, float] = {}
 
     def compiled(self, text: str) -> Sequence[str]:

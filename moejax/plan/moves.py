@@ -5,7 +5,7 @@ A `Move` counts as compiled HLO does: tensors, and bytes of whole tensors (gathe
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from moejax.axes import CONTEXT, MODEL, STAGE
@@ -60,15 +60,28 @@ Key = tuple[str, str, str, tuple[str, ...]]
 """Class, operation, type and axes of a move."""
 
 
-def compiled_traffic(found: Iterable[Collective], mesh: Mapping[str, int]) -> list[Move]:
-    """The same, counted from a compiled program; groups of one device move nothing."""
+def compiled_traffic(
+    found: Iterable[Collective], mesh: Mapping[str, int], stacked: Container[tuple[int, ...]] = ()
+) -> list[Move]:
+    """The same, counted from a compiled program; groups of one device move nothing.
+
+    What a compiler merged counts as what it was: each tensor of a collective of several, and, of a sum that it took
+    out of the loop over layers, each layer.
+
+    Args:
+        found: Collectives of the program.
+        mesh: Sizes of the mesh axes, outermost first.
+        stacked: Shapes of such sums, stacked over layers; see `stacked_sums`.
+    """
     moves: dict[tuple, list[int]] = {}
     for item in found:
         if item.group_size > 1:
             axes = item.axes(mesh)
             group = math.prod(mesh[axis] for axis in axes) if item.kind == "collective-permute" else item.group_size
             total = moves.setdefault((class_of(item, axes), item.kind, item.dtype, axes, group), [0, 0])
-            total[0] += item.tensors
+            sums = (item.kind, item.dtype) == ("all-reduce", "f32")
+            merged = [shape[0] for shape in item.shapes if sums and shape in stacked]
+            total[0] += item.tensors + item.times * (sum(merged) - len(merged))
             total[1] += item.bytes
     return [Move(*key, *values) for key, values in moves.items()]
 

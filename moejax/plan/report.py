@@ -16,7 +16,7 @@ from moejax.plan.parameters import module_counts, mtp_parameters
 from moejax.plan.search import Candidate, evaluate, improvements, largest_microbatch
 from moejax.plan.target import Target
 from moejax.plan.tensors import Tensor, tensors
-from moejax.plan.traffic import step_traffic
+from moejax.plan.traffic import stacked_sums, step_traffic
 from moejax.plan.turns import bubble, table_of
 from moejax.stages import plan_stages
 
@@ -34,7 +34,7 @@ def make_report(config: Config, target: Target | None = None, compiled: Compiled
     """
     found = tensors(config)
     flops = training_flops(config, found)
-    moves = step_traffic(config, found, target.platform if target else None)
+    moves = step_traffic(config, found, target)
     report: dict[str, Any] = {
         "run": config.run.name,
         "parameters": module_counts(config).as_dict() | _experts(config),
@@ -56,7 +56,7 @@ def make_report(config: Config, target: Target | None = None, compiled: Compiled
     if target is not None:
         report |= _on_target(config, found, target)
     if compiled is not None:
-        report["compiled"] = _compiled(config, moves, compiled, sum(report["memory"].values()))
+        report["compiled"] = _compiled(config, found, moves, compiled, sum(report["memory"].values()))
     return report
 
 
@@ -147,8 +147,10 @@ def candidate_dict(item: Candidate, now: Candidate | None = None) -> dict[str, A
     return found
 
 
-def _compiled(config: Config, moves: list[Move], compiled: Compiled, estimate: int) -> dict[str, Any]:
-    seen = compiled_traffic(compiled.collectives, mesh_of(config))
+def _compiled(
+    config: Config, found: list[Tensor], moves: list[Move], compiled: Compiled, estimate: int
+) -> dict[str, Any]:
+    seen = compiled_traffic(compiled.collectives, mesh_of(config), stacked_sums(config, found))
     return {
         "seconds": compiled.seconds,
         "flops": compiled.flops,

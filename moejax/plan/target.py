@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Literal
 
@@ -40,6 +40,8 @@ class Target:
         bandwidth: Bytes per second of device memory.
         links: Networks, innermost first.
         topologies: Number of devices to the shape that the TPU compiler knows.
+        all_reduced: Of gathers and scatters over all devices, those that libtpu 0.0.52 turns into all-reduces of the
+            whole tensor, and on how many devices; they send twice as much. Independent of their order in the mesh.
         compiler: Name of the description that the CUDA compiler reads.
         shared: The figures are of the whole machine, which simulated devices share.
     """
@@ -52,6 +54,7 @@ class Target:
     bandwidth: float
     links: tuple[Link, ...]
     topologies: dict[int, str] | None = None
+    all_reduced: dict[str, list[int]] = field(default_factory=dict)
     compiler: str | None = None
     shared: bool = False
 

@@ -7,34 +7,35 @@ from moejax.axes import AXES, STAGE
 from moejax.config import Config
 from moejax.plan.axes_traffic import of_axes
 from moejax.plan.exchange import of_experts
+from moejax.plan.loss_traffic import of_loss
 from moejax.plan.moves import GATHER, REDUCE, Key, Move
+from moejax.plan.target import Target
 from moejax.plan.tensors import Tensor
 
 
-def step_traffic(config: Config, tensors: Sequence[Tensor], platform: str | None = None) -> list[Move]:
-    """Every move of one optimizer step but those of the loss and its statistics, equal ones added up.
+def step_traffic(config: Config, tensors: Sequence[Tensor], target: Target | None = None) -> list[Move]:
+    """Every move of one optimizer step, equal ones added up.
 
     Args:
         config: The run.
         tensors: Its parameters.
-        platform: `tpu` for what its compiler makes of them: it turns gathers and scatters over several mesh axes
-            that together are all devices into all-reduces, which send twice as much (libtpu 0.0.52), and pads rows of
-            a ragged exchange; `cpu` for what stands in for a ragged exchange there.
+        target: Machine whose compiler makes the program; see `Target.all_reduced` and `of_experts`.
     """
+    platform = target.platform if target else None
     moves: dict[tuple, list[int]] = {}
     for tensor in tensors:
         for key, count, size in _of_weight(config, tensor):
             _add(moves, config, key, count, size)
-    for key, count, size, filled in (*of_experts(config, platform), *of_axes(config)):
+    for key, count, size, filled in (*of_experts(config, platform), *of_axes(config), *of_loss(config)):
         _add(moves, config, key, count, size, filled)
-    found = [Move(*key, *values) for key, values in moves.items()]
-    return [_on_tpu(move, config) for move in found] if platform == "tpu" else found
+    found = [Move(*key, *values) for key, values in moves.items() if values[0]]
+    return [_summed(move, config, target) for move in found] if target else found
 
 
-def _on_tpu(move: Move, config: Config) -> Move:
-    whole = move.group == config.mesh.size and len([axis for axis in move.axes if config.mesh.group([axis]) > 1]) > 1
-    ring = move.kind in ("all-gather", "reduce-scatter")
-    return replace(move, kind="all-reduce") if whole and ring else move
+def _summed(move: Move, config: Config, target: Target) -> Move:
+    """What the compiler makes of a gather or scatter over the whole slice."""
+    slices = target.all_reduced.get(move.kind, ())
+    return replace(move, kind="all-reduce") if move.group == config.mesh.size in slices else move
 
 
 def _add(
@@ -42,7 +43,7 @@ def _add(
 ) -> None:
     group = config.mesh.group(key[3])
     if group > 1 and count:
-        axes = tuple(axis for axis in AXES if axis in key[3])
+        axes = tuple(axis for axis in AXES if axis in key[3] and config.mesh.group([axis]) > 1)
         total = moves.setdefault((*key[:3], axes, group), [0, 0, 0])
         for place, value in enumerate((1, size, size if filled is None else filled)):
             total[place] += count * value
@@ -75,5 +76,18 @@ def _of_weight(config: Config, tensor: Tensor) -> Iterator[tuple[Key, int, int]]
         yield (REDUCE, "all-to-all", "f32", (STAGE,)), times, 4 * here
     if layout.slots:
         size = tensor.storage_size
-    axes = tuple(axis for axis in layout.sum_axes if config.mesh.group([axis]) > 1)
-    yield (REDUCE, "all-reduce", "f32", axes), forward, 4 * size
+    yield (REDUCE, "all-reduce", "f32", layout.sum_axes), forward, 4 * size
+
+
+def stacked_sums(config: Config, tensors: Sequence[Tensor]) -> frozenset[tuple[int, ...]]:
+    """Shapes of gradients on one device, stacked over layers, that a step sums layer by layer without scattering."""
+    if config.weights.gather != "layer":
+        return frozenset()
+    return frozenset(
+        tuple(
+            size // config.mesh.group((*compute, *extra))
+            for size, compute, extra in zip(layout.shape, layout.compute, layout.extra, strict=True)
+        )
+        for layout in (tensor.layout for tensor in tensors if tensor.stacked)
+        if layout.sum_axes
+    )

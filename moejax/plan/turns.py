@@ -18,6 +18,9 @@ class Run:
         last: Whether it is the last of its pattern, so that recomputation need not know its result.
         forward: How often its forward pass runs, in bubbles and empty slots too: collectives run there as well.
         backward: How often its backward pass runs.
+        share: Parts that the sequences of a microbatch are cut into; each run has one of them.
+        taken: Part of the runs that a step takes; the others stand in a branch that it leaves out.
+        merged: Whether forward and backward pass stand in one body, so that XLA repeats no plan of an exchange.
     """
 
     spec: LayerSpec
@@ -25,6 +28,9 @@ class Run:
     last: bool
     forward: int
     backward: int
+    share: int = 1
+    taken: float = 1.0
+    merged: bool = False
 
 
 def table_of(config: Config) -> Table | None:
@@ -47,7 +53,8 @@ def ticks(config: Config) -> tuple[int, int]:
 def runs(config: Config) -> Iterator[Run]:
     """Every layer of every pattern, and that of the modules of multi-token prediction.
 
-    Stages share the sequences of a microbatch for the latter: S shares count as one run.
+    In a pipeline the latter belong to the head: in the branch of each tick in which a microbatch may leave the last
+    stage, and on each stage for a part of its sequences.
     """
     forward, backward = ticks(config)
     for index, group in enumerate(config.model.layers):
@@ -56,9 +63,9 @@ def runs(config: Config) -> Iterator[Run]:
             last = place == len(group.pattern) - 1
             yield Run(spec, config.remat.of(index), last, forward * slots, backward * slots)
     if modules := config.model.mtp:  # a norm comes after the layer, so it is not the last of what is recomputed
-        policy = config.remat.of(len(config.model.layers) - 1)
-        whole = max(config.train.microbatches * modules // config.mesh.stage, 1)
-        yield Run(config.model.specs[-1], policy, False, whole, whole)
+        policy, stages = config.remat.of(len(config.model.layers) - 1), config.mesh.stage
+        turns, taken = modules * forward, config.train.microbatches / forward
+        yield Run(config.model.specs[-1], policy, False, turns, turns, stages, taken, merged=stages > 1)
 
 
 def bubble(config: Config) -> float:
