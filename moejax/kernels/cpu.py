@@ -37,31 +37,47 @@ class Window(NamedTuple):
         return lax.dynamic_slice_in_dim(array, self.start, self.size)
 
 
+class Ranges(NamedTuple):
+    """Ranges of rows, int32 [T] each: their group, first and one past the last row."""
+
+    group: jax.Array
+    begin: jax.Array
+    end: jax.Array
+
+
 def _sizes(num_rows: int, kernel: Kernel) -> list[int]:
     """Sizes of windows, ascending; the last one, of 256 rows by default, is as fast per row as a dense matmul."""
     least = kernel.tiles.rows if kernel.tiles else _LEAST
     return sorted({min(multiple * least, num_rows) for multiple in (1, 2, 3, 4, 6, 8, 12, 16)})
 
 
+def _cut(group_sizes: jax.Array, num_rows: int, most: int) -> Ranges:
+    """Groups cut into ranges of at most `most` rows."""
+    start, end = bounds(group_sizes)
+    per_group = -(-group_sizes // most)
+    last = jnp.cumsum(per_group, dtype=jnp.int32)
+    index = jnp.arange(num_rows // most + group_sizes.shape[0], dtype=jnp.int32)
+    group = jnp.minimum(count_ends(index, last), group_sizes.shape[0] - 1)
+    begin = start[group] + (index - (last - per_group)[group]) * most
+    begin = jnp.where(index < last[-1], begin, end[group])
+    return Ranges(group, begin, jnp.minimum(begin + most, end[group]))
+
+
 def _fold(
     visit: Callable[[Window, jax.Array], jax.Array],
     carry: jax.Array,
-    group_sizes: jax.Array,
+    ranges: Ranges,
     num_rows: int,
     sizes: list[int],
 ) -> jax.Array:
-    """Fold `visit` over all windows, in loops by size."""
-    start, end = bounds(group_sizes)
-    per_group = -(-group_sizes // sizes[-1])
-    last = jnp.cumsum(per_group, dtype=jnp.int32)
-    index = jnp.arange(num_rows // sizes[-1] + group_sizes.shape[0], dtype=jnp.int32)
-    group = jnp.minimum(count_ends(index, last), group_sizes.shape[0] - 1)
-    begin = start[group] + (index - (last - per_group)[group]) * sizes[-1]
-    kind = count_ends(end[group] - begin - 1, jnp.array(sizes[:-1], jnp.int32))  # the least that holds the rest
-    kind = jnp.where(index < last[-1], kind, len(sizes))
+    """Fold `visit` over a window for each of `ranges` that is not empty, in loops by size."""
+    # One more that is empty: if there was one alone XLA would see that it is read in every turn, and hoist the work.
+    ranges = Ranges(*(jnp.append(array, 0) for array in ranges))
+    length = ranges.end - ranges.begin
+    kind = count_ends(length - 1, jnp.array(sizes[:-1], jnp.int32))  # the least size that holds the range
+    kind = jnp.where(length > 0, kind, len(sizes))
     stop = count_ends(jnp.arange(len(sizes), dtype=jnp.int32), kind)
-    order = jnp.argsort(kind)
-    group, begin, end = group[order], begin[order], end[group[order]]
+    group, begin, end = (array[jnp.argsort(kind)] for array in ranges)
 
     def loop(number: int, size: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         def body(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -96,22 +112,35 @@ def gmm(call: Product, kernel: Kernel) -> jax.Array:
         y = jnp.where(window.mine, y.astype(out_dtype), window.rows(out))
         return lax.dynamic_update_slice_in_dim(out, y, window.start, 0)
 
-    out = vary(jnp.zeros((num_rows, n), out_dtype), call.axes)
-    return _fold(visit, out, group_sizes, num_rows, _sizes(num_rows, kernel))
+    out, sizes = vary(jnp.zeros((num_rows, n), out_dtype), call.axes), _sizes(num_rows, kernel)
+    return _fold(visit, out, _cut(group_sizes, num_rows, sizes[-1]), num_rows, sizes)
 
 
 def wgrad(call: WeightGradient, kernel: Kernel) -> jax.Array:
-    """The weight gradient, [G, K, N]."""
+    """The weight gradient, [G, K, N]: each group's is summed in float32 and written once."""
     lhs, grad, group_sizes, out_dtype, accumulator = call
     num_rows, k, n, num_groups = call.sizes
     lhs, grad = _widen(lhs), _widen(grad)
     dims = (((0,), (0,)), ((), ()))
+    sizes = _sizes(num_rows, kernel)
+    start, end = bounds(group_sizes)
+    whole = jnp.maximum(group_sizes - 1, 0) // sizes[-1]  # windows before the last one
 
     def visit(window: Window, total: jax.Array) -> jax.Array:
-        x, dy = (jnp.where(window.mine, window.rows(rows), 0) for rows in (lhs, grad))
+        x, dy = (jnp.where(window.mine, window.rows(array), 0) for array in (lhs, grad))
         product = lax.dot_general(x, dy, dims, preferred_element_type=jnp.float32)
-        product += lax.dynamic_index_in_dim(total, window.group, 0, keepdims=False)
-        return lax.dynamic_update_index_in_dim(total, product, window.group, 0)
 
-    total = accumulator if accumulator is not None else vary(jnp.zeros((num_groups, k, n), jnp.float32), call.axes)
-    return _fold(visit, total, group_sizes, num_rows, _sizes(num_rows, kernel)).astype(out_dtype)
+        def add(i: jax.Array, product: jax.Array) -> jax.Array:
+            row = start[window.group] + i * sizes[-1]
+            x, dy = (lax.dynamic_slice_in_dim(array, row, sizes[-1]) for array in (lhs, grad))
+            return product + lax.dot_general(x, dy, dims, preferred_element_type=jnp.float32)
+
+        windows = whole[window.group]
+        product = lax.fori_loop(jnp.zeros_like(windows), windows, add, product)
+        if accumulator is not None:
+            product += lax.dynamic_index_in_dim(total, window.group, 0, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, product.astype(total.dtype), window.group, 0)
+
+    total = accumulator if accumulator is not None else vary(jnp.zeros((num_groups, k, n), out_dtype), call.axes)
+    rests = Ranges(jnp.arange(num_groups, dtype=jnp.int32), start + whole * sizes[-1], end)
+    return _fold(visit, total, rests, num_rows, sizes)
