@@ -104,10 +104,10 @@ def sorts(text: str) -> int:
 
 
 def updates(text: str) -> collections.Counter:
-    """Types of what follows the two buffers among the operands of ragged_all_to_all: offsets and sizes of updates."""
-    types = dict(re.findall(r"(%[\w.\-]+) = (\w+\[[\d,]*\])", text))
+    """Shapes of what follows the two buffers among the operands of ragged_all_to_all: offsets and sizes of updates."""
+    shapes = dict(re.findall(r"(%[\w.\-]+) = \w+\[([\d,]*)\]", text))
     operands = re.findall(r" ragged-all-to-all(?:-start)?\(([^)]*)\)", text)
-    return collections.Counter(types[name] for found in operands for name in re.findall(r"%[\w.\-]+", found)[2:])
+    return collections.Counter(shapes[name] for found in operands for name in re.findall(r"%[\w.\-]+", found)[2:])
 
 
 @functools.cache
@@ -160,7 +160,7 @@ def test_collectives_on_a_tpu_are_the_designed_ones(exchange, deduplicate):
     assert found(text) == designed(exchange, deduplicate, tile=128 if exchange == "ragged" else 1)
     assert sorts(text) == 2  # routes by expert at the source; the choice of experts: none at the receiver
     if exchange == "ragged":  # one update a destination, or one a destination and local expert
-        assert updates(text) == {f"s32[{RANKS if deduplicate else E}]": 4 * 4}
+        assert updates(text) == {str(RANKS if deduplicate else E): 4 * 4}
 
 
 @functools.cache
@@ -183,7 +183,7 @@ def test_collectives_on_gpus_are_the_designed_ones(exchange, deduplicate):
     assert found(text) == designed(exchange, deduplicate)
     assert sorts(text) == 2
     if exchange == "ragged":
-        assert updates(text) == {f"s32[{RANKS if deduplicate else E}]": 4 * 4}
+        assert updates(text) == {str(RANKS if deduplicate else E): 4 * 4}
 
 
 @pytest.mark.parametrize("exchange", ["ragged", "padded"])
