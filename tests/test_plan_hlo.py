@@ -196,18 +196,8 @@ def test_formula_agrees_with_a_step_compiled_for_tpu() -> None:
     assert_formula_agrees_on_tpu(2, "v5e")
 
 
-EIGHT = [case for case, (data, expert, *_) in enumerate(MANY) if data * expert == 8]
-
-
 @pytest.mark.slow
 @on_tpu
-@pytest.mark.parametrize("case", EIGHT)
+@pytest.mark.parametrize("case", [1, 3, 4, 7, 8, 9, 13])
 def test_formula_agrees_with_many_steps_compiled_for_tpu(case: int) -> None:
     assert_formula_agrees_on_tpu(case, "v5e")
-
-
-@pytest.mark.slow
-@on_tpu
-@pytest.mark.parametrize("case", [2, 5])
-def test_formula_knows_what_is_summed_over_a_whole_slice(case: int) -> None:
-    assert_formula_agrees_on_tpu(case, "v5p")

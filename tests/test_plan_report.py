@@ -21,6 +21,7 @@ from moejax.config import (
     ModelConfig,
     MoEModelConfig,
     OptimizerConfig,
+    RematConfig,
     TrainConfig,
     WeightsConfig,
 )
@@ -34,7 +35,7 @@ from moejax.plan.memory import bytes_per_parameter, memory, state_memory
 from moejax.plan.page import make_page
 from moejax.plan.parameters import module_counts
 from moejax.plan.report import make_report, with_devices
-from moejax.plan.search import changed, evaluate, improvements, search
+from moejax.plan.search import HEADROOM, changed, evaluate, improvements, search
 from moejax.plan.target import read_target
 from moejax.plan.tensors import tensors
 
@@ -174,6 +175,13 @@ def test_a_run_that_does_not_fit_names_the_class_and_how_much_is_missing() -> No
     want = r"does not fit: \S+ \wiB of 179.69 KiB per device, \S+ \wiB over; the largest class is [\w ]+ with \S+ \wiB"
     assert re.fullmatch(want, found.verdict())
     assert found.peak - found.limit > 0
+    run, target = tiny.config(2, 4, 2, remat=RematConfig("none")), read_target("h200x8")
+    full = changed(run, {"remat.policy": "full"})
+    assert full is not None
+    between = (evaluate(run, target).peak + evaluate(full, target).peak) / 2 / HEADROOM
+    found = improvements(run, dataclasses.replace(target, memory=between))
+    assert ("--remat.policy=full",) in [item.change for item in found]  # slower, but it fits
+    assert all(item.fits for item in found)
 
 
 @pytest.mark.slow

@@ -78,14 +78,15 @@ def changed(config: Config, changes: dict[str, object]) -> Config | None:
 
 
 def improvements(config: Config, target: Target) -> list[Candidate]:
-    """Single changes that fit and make a token cheaper, best first: the three best."""
+    """Single changes that fit and make a token cheaper, or a run fit that does not: the three best, best first."""
     now = evaluate(config, target)
     found = []
     for changes in _single_changes(config):
         other = changed(config, changes)
         if other is not None:
             found.append(evaluate(other, target, _as_overrides(changes)))
-    better = [item for item in found if item.fits and item.cost.tokens_per_second > now.cost.tokens_per_second]
+    least = now.cost.tokens_per_second if now.fits else 0.0
+    better = [item for item in found if item.fits and item.cost.tokens_per_second > least]
     return sorted(better, key=lambda item: -item.cost.tokens_per_second)[:3]
 
 

@@ -44,7 +44,8 @@ def show_report(report: dict[str, Any], console: Console | None = None) -> None:
         console.print(f"{report['target']}: {report['fit']['verdict']}")
         console.print(f"largest microbatch that fits: {report['fit']['largest_microbatch']} sequences per device")
         for item in report["improvements"]:
-            console.print(f"  {item['speedup'] - 1:+.0%} tokens/s with {' '.join(item['change'])}", markup=False)
+            fits = "" if report["fit"]["fits"] else "fits, "
+            console.print(f"  {fits}{item['speedup'] - 1:+.0%} tokens/s with {' '.join(item['change'])}", markup=False)
     if "search" in report:
         show_search(report["search"], console)
     if "compiled" in report:
