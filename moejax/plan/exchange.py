@@ -105,7 +105,8 @@ def _of_layers(config: Config, platform: str | None, layers: Sequence[Run]) -> I
     def move(name: str, kind: str, times: int, size: int, of: str = dtype, filled: int | None = None) -> Found:
         return (name, kind, of, config.moe.expert_axes), times, size, filled
 
-    yield move(PLAN, "all-reduce" if summed else "all-gather", plans, 4 * ranks * moe.num_experts, "s32")
+    counts = "all-reduce" if summed else "all-gather"
+    yield move(PLAN, counts, plans, 4 * ranks * moe.num_experts, "s32")
     if exchange != "padded" and config.moe.capacity is not None and config.moe.drop_order == "weight":
         yield move(PLAN, "all-gather", plans, 4 * ranks * sizes.tokens * moe.top_k, "f32")
     if exchange == "gather":
@@ -129,7 +130,7 @@ def _of_layers(config: Config, platform: str | None, layers: Sequence[Run]) -> I
         yield move(COMBINE, "all-to-all", count + back_again + backward, sizes.arriving * row)
         return
     if config.moe.deduplicate:
-        yield move(PLAN, "all-gather", plans, 4 * ranks * ranks, "s32")
+        yield move(PLAN, counts, plans, 4 * ranks * ranks, "s32")
     there_rows, back_rows, rows = _rows_of_ragged(config, sizes, platform)
     kind = "all-gather" if platform == "cpu" else "ragged-all-to-all"
     for name, times, size, of, to in (
