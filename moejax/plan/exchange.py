@@ -77,7 +77,7 @@ def of_experts(config: Config, platform: str | None) -> Iterator[Found]:
     Args:
         config: The run.
         platform: For what compilers make of them. `tpu` pads rows of `ragged` to whole tiles, sums counts instead of
-            gathering them but for `padded`, and sums rows of up to four numbers instead of scattering them; `cpu`
+            gathering them but for `padded` with a capacity, and sums rows of up to four numbers instead of scattering them; `cpu`
             gathers rows of `ragged` everywhere.
     """
     if exchange_of(config) == "local":
@@ -100,7 +100,7 @@ def _of_layers(config: Config, platform: str | None, layers: Sequence[Run]) -> I
     again = sum(run.backward for run in layers if run.policy == "full")
     back_again = sum(run.backward for run in layers if run.policy == "full" and not run.last)
     plans = count + sum(run.backward for run in layers if run.policy == "full" and not run.merged)
-    summed = exchange != "padded" and platform == "tpu"
+    summed = platform == "tpu" and (exchange != "padded" or config.moe.capacity is None)
 
     def move(name: str, kind: str, times: int, size: int, of: str = dtype, filled: int | None = None) -> Found:
         return (name, kind, of, config.moe.expert_axes), times, size, filled
