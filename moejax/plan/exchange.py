@@ -77,8 +77,8 @@ def of_experts(config: Config, platform: str | None) -> Iterator[Found]:
     Args:
         config: The run.
         platform: For what compilers make of them. `tpu` pads rows of `ragged` to whole tiles, sums counts instead of
-            gathering them but for `padded` with a capacity, and sums rows of up to four numbers instead of scattering them; `cpu`
-            gathers rows of `ragged` everywhere.
+            gathering them but for `padded` with a capacity, and sums rows of up to four numbers instead of scattering
+            them; `cpu` gathers rows of `ragged` everywhere.
     """
     if exchange_of(config) == "local":
         return
