@@ -122,7 +122,7 @@ def test_traffic_by_formula_is_that_of_the_compiled_step(mesh):
     layers = (LayerGroup(2, (LayerSpec("dense", window=5),)), LayerGroup(2))  # XLA unrolls a loop of one turn
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, layers=layers))
     got = by_class(compiled_traffic(compile_step(run, read_target("cpu")).collectives, mesh_of(run)))
-    want = by_class(step_traffic(run, tensors(run), "cpu"))
+    want = by_class(step_traffic(run, tensors(run), read_target("cpu")))
     for name in set(CLASSES) - {LOSS_CLASS, REDUCE}:
         assert got[name] == want[name], name
     assert (
