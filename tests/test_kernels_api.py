@@ -85,3 +85,14 @@ def test_vmap_and_no_rows(backend):
     grads = jax.grad(loss, argnums=(0, 1))(lhs[0, :0], rhs[0], np.zeros(3, np.int32))
     assert grads[0].shape == (0, 8)
     assert (np.asarray(grads[1]) == 0).all()
+
+
+def test_cpu_multiplies_one_group_in_its_loops_alone():
+    """A list of one window is the same in every turn: XLA would take the products of all sizes out of their loops."""
+    x, dy, sizes = jnp.ones((600, 8)), jnp.ones((600, 4)), jnp.array([600], jnp.int32)
+    compiled = jax.jit(lambda x, dy, sizes: dispatch.wgrad(x, dy, sizes, kernel=Kernel("cpu"))).lower(x, dy, sizes)
+    text = compiled.compile().as_text() or ""
+    entry = text[text.index("ENTRY") :]
+    assert "dot_general" in text
+    assert " while(" in entry
+    assert "dot_general" not in entry

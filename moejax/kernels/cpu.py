@@ -77,7 +77,8 @@ def _fold(
     kind = count_ends(length - 1, jnp.array(sizes[:-1], jnp.int32))  # the least size that holds the range
     kind = jnp.where(length > 0, kind, len(sizes))
     stop = count_ends(jnp.arange(len(sizes), dtype=jnp.int32), kind)
-    group, begin, end = (array[jnp.argsort(kind)] for array in ranges)
+    order = jnp.argsort(kind)
+    group, begin, end = (array[order] for array in ranges)
 
     def loop(number: int, size: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         def body(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
