@@ -6,6 +6,8 @@ The loop, the checkpoints and the files are the real ones; the model is the toy 
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -68,6 +70,23 @@ def test_kill_before_a_step_and_while_a_checkpoint_is_written(tmp_path, uninterr
     assert code == -signal.SIGKILL, out
     assert "going on from step 4" in out
     assert list((tmp_path / "toy/checkpoints").glob("8.*tmp*"))
+    code, out = _run(tmp_path)
+    assert code == 0, out
+    assert "going on from step 4" in out
+    assert _losses(tmp_path) == uninterrupted
+
+
+def test_damage_inside_a_file_is_refused_and_the_advice_works(tmp_path, uninterrupted):
+    """In a process of its own: Orbax abandons the other reads, which complain whenever they are collected."""
+    code, out = _run(tmp_path, kill="10")
+    assert code == -signal.SIGKILL, out
+    newest = tmp_path / "toy/checkpoints/8"
+    file = max((newest / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    file.write_bytes(bytes(file.stat().st_size))
+    code, out = _run(tmp_path)
+    assert code == 2, out
+    assert re.search(rf"^error: {newest}: the checkpoint is damaged .*delete this folder", out, re.MULTILINE)
+    shutil.rmtree(newest)
     code, out = _run(tmp_path)
     assert code == 0, out
     assert "going on from step 4" in out
