@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.errors import UserError
-from moejax.kernels import Backends, Kernel, dispatch, grouped_matmul
+from moejax.kernels import Backends, Kernel, dispatch, expert_ffn, grouped_matmul
 
 LHS, RHS, SIZES = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 3])
 
@@ -21,6 +21,8 @@ LHS, RHS, SIZES = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 3])
         (ValueError, (LHS, RHS, SIZES[:1])),
         (TypeError, (LHS.astype(jnp.bfloat16), RHS, SIZES)),
         (TypeError, (LHS, RHS, SIZES.astype(jnp.float32))),
+        (TypeError, (LHS.astype(jnp.int32), RHS.astype(jnp.int32), SIZES)),
+        (TypeError, (LHS.astype(jnp.float8_e4m3fn), RHS.astype(jnp.float8_e4m3fn), SIZES)),
     ],
 )
 def test_arguments_that_do_not_fit(error, arguments):
@@ -28,11 +30,67 @@ def test_arguments_that_do_not_fit(error, arguments):
         grouped_matmul(*arguments)
 
 
-def test_unknown_backend_and_wrong_accumulator():
+def test_types_of_results_that_do_not_fit():
+    with pytest.raises(TypeError, match="do not fit.*preferred_element_type=int32"):
+        grouped_matmul(LHS, RHS, SIZES, preferred_element_type=jnp.int32)
+
+
+def test_backends_that_do_not_exist_or_run_here():
     with pytest.raises(UserError, match="did you mean 'reference'"):
         grouped_matmul(LHS, RHS, SIZES, backend="referense")
+    with pytest.raises(UserError, match="backend 3: must be a name, a Kernel or Backends"):
+        grouped_matmul(LHS, RHS, SIZES, backend=3)  # type: ignore[arg-type]
+    for backend in ("gpu", "tpu"):
+        with pytest.raises(UserError, match=f"backend {backend}: does not run on cpu"):
+            grouped_matmul(LHS, RHS, SIZES, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "xla", "padded", "gpu", "tpu"])
+def test_wrong_accumulators(backend):
+    kernel = Kernel(backend, interpret=backend in ("gpu", "tpu"))
     with pytest.raises(TypeError, match="must be float32"):
-        dispatch.wgrad(LHS, LHS, SIZES, kernel=Kernel("cpu"), accumulator=jnp.zeros((2, 4, 4), jnp.bfloat16))
+        dispatch.wgrad(LHS, LHS, SIZES, kernel=kernel, accumulator=jnp.zeros((2, 4, 4), jnp.bfloat16))
+    for shape in ((3, 4, 4), (2, 4, 3), (4, 4)):
+        with pytest.raises(ValueError, match="wgrad: shapes do not fit"):
+            dispatch.wgrad(LHS, LHS, SIZES, kernel=kernel, accumulator=jnp.zeros(shape))
+    with pytest.raises(ValueError, match="wgrad: shapes do not fit"):
+        dispatch.wgrad(LHS, LHS[:5], SIZES, kernel=kernel)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "xla", "padded", "gpu", "tpu"])
+@pytest.mark.parametrize("shape", [(0, 4, 3, 2), (5, 0, 3, 2), (5, 4, 0, 2), (5, 4, 3, 0)], ids=str)
+def test_dims_of_no_length(backend, shape):
+    """M, K, N or G is zero: results and gradients have their shapes and are zero."""
+    m, k, n, groups = shape
+    kernel = Kernel(backend, interpret=backend in ("gpu", "tpu"))
+    sizes = jnp.full(groups, min(m, 1), jnp.int32)
+    out, pullback = jax.vjp(
+        lambda x, w: grouped_matmul(x, w, sizes, backend=kernel), jnp.ones((m, k)), jnp.ones((groups, k, n))
+    )
+    got = out, *pullback(jnp.ones_like(out))
+    assert [a.shape for a in got] == [(m, n), (m, k), (groups, k, n)]
+    assert all((np.asarray(a) == 0).all() for a in got)
+    if k and groups:
+        old = jnp.ones((groups, k, n))
+        total = dispatch.wgrad(jnp.ones((m, k)), jnp.ones((m, n)), 0 * sizes, kernel=kernel, accumulator=old)
+        np.testing.assert_array_equal(total, old)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize(("m", "d", "f", "groups"), [(0, 4, 3, 2), (5, 4, 0, 2), (5, 4, 3, 0)])
+def test_expert_ffn_of_no_length(backend, m, d, f, groups):
+    kernel = Kernel(backend, interpret=backend == "gpu")
+    sizes = jnp.full(groups, min(m, 1), jnp.int32)
+    args = jnp.ones((m, d)), jnp.ones((groups, d, 2, f)), jnp.ones((groups, f, d)), jnp.ones(m)
+
+    def ffn(x, up, down, scale):
+        return expert_ffn(x, up, down, sizes, scale, activation=lambda gate, up: gate * up, backend=kernel)
+
+    out, pullback = jax.vjp(ffn, *args)
+    got = pullback(jnp.ones_like(out))
+    assert [a.shape for a in got] == [a.shape for a in args]
+    assert out.shape == (m, d)
+    assert all((np.asarray(a) == 0).all() for a in (out, *got))
 
 
 def test_directions_can_differ_and_types_are_kept():
@@ -58,6 +116,20 @@ def test_directions_can_differ_and_types_are_kept():
     assert oracle.worst_row_group(out, oracle.gmm(lhs, rhs.swapaxes(1, 2), sizes), sizes) < 1e-6
     assert oracle.worst_row_group(grad_lhs, oracle.gmm(rounded, rhs, sizes), sizes) < 4e-3
     assert oracle.worst_weight_group(grad_rhs, oracle.wgrad(rounded, lhs, sizes), sizes) < 4e-3
+
+
+@pytest.mark.parametrize("backend", ["cpu", "xla", "padded", "reference", "gpu", "tpu"])
+def test_float16(backend):
+    rng = np.random.default_rng(2)
+    sizes = np.array([11, 0, 30], np.int32)
+    lhs, rhs = (rng.standard_normal(s).astype(np.float16) for s in ((50, 12), (3, 12, 7)))
+    kernel = Kernel(backend, interpret=backend in ("gpu", "tpu"))
+    out, pullback = jax.vjp(lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes, backend=kernel), lhs, rhs)
+    grad_lhs, grad_rhs = pullback(out)
+    grad = np.asarray(out)
+    assert oracle.worst_row_group(grad, oracle.gmm(lhs, rhs, sizes), sizes) < 5e-4
+    assert oracle.worst_row_group(grad_lhs, oracle.gmm(grad, rhs.swapaxes(1, 2), sizes), sizes) < 5e-4
+    assert oracle.worst_weight_group(grad_rhs, oracle.wgrad(lhs, grad, sizes), sizes) < 5e-4
 
 
 def test_padded_drops_rows_beyond_its_bound():

@@ -75,7 +75,15 @@ def test_first_fitting_entry_wins(tmp_path, monkeypatch):
 def test_bad_tables_and_kernels_say_so(tmp_path):
     with pytest.raises(UserError, match=r"no-such.json.*unset"):
         entries(os.fspath(tmp_path / "no-such.json"))
-    for text in ("[]", "{}", json.dumps({"entries": [{"chip": "cpu"}]}), json.dumps({"entries": [{"tiles": 3}]})):
+    wrong = (
+        {"chip": "cpu"},
+        {"tiles": 3},
+        {"chip": "cpu", "backend": "gqu"},
+        {"chip": "cpu", "backend": "xla", "tiles": {"rows": 64}},
+        {"chip": "cpu", "backend": "cpu", "tiles": {"rows": 0}},
+        {"chip": "cpu", "backend": "cpu", "direction": "backward"},
+    )
+    for text in ("[]", "{}", *(json.dumps({"entries": [entry]}) for entry in wrong)):
         with pytest.raises(UserError, match=r"kernel table here.*bench kernels --tune"):
             parse(text, "here")
     with pytest.raises(UserError, match="did you mean 'padded'"):
@@ -84,6 +92,8 @@ def test_bad_tables_and_kernels_say_so(tmp_path):
         Kernel("xla", tiles=Tiles())
     with pytest.raises(UserError, match="leave it out"):
         Kernel("cpu", max_group_size=3)
+    with pytest.raises(UserError, match="max_group_size=0: must be greater than zero"):
+        Kernel("padded", max_group_size=0)
     with pytest.raises(UserError, match="not Pallas"):
         Kernel("cpu", reverse=True)
     with pytest.raises(UserError, match="greater than zero"):

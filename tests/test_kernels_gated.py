@@ -122,8 +122,12 @@ def test_result_and_gradients(kernel, activation, gather, scaled):
         (ValueError, {"up": np.zeros((G, D, 3, F), np.float32)}),
         (ValueError, {"down": np.zeros((G, D, F), np.float32)}),
         (ValueError, {"group_sizes": np.zeros(G + 1, np.int32)}),
+        (ValueError, {"scale": np.zeros(M - 1, np.float32)}),
+        (ValueError, {"index": np.zeros(7, np.int32), "scale": np.zeros(M, np.float32)}),
         (TypeError, {"down": np.zeros((G, F, D), np.float16)}),
         (TypeError, {"scale": np.zeros(M, np.float16)}),
+        (TypeError, {"index": np.zeros(M, np.float32)}),
+        (TypeError, {"group_sizes": np.zeros(G, np.float32)}),
     ],
 )
 def test_arguments_that_do_not_fit(error, changes):

@@ -47,7 +47,8 @@ def _compile(name: str, shape: tuple[int, int, int, int], backend) -> int:
 
     args = (struct(m, k), struct(groups, k, n), struct(groups, dtype=jnp.int32), struct(m, n))
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=True)
-    compiled = jax.jit(mapped).lower(*args).compile()
+    with target("tpu", mesh.devices.flat[0].device_kind):
+        compiled = jax.jit(mapped).lower(*args).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None
     assert text.count("tpu_custom_call") >= 3

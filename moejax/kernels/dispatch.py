@@ -41,7 +41,7 @@ def gmm(
     """
     call = Product(lhs, rhs, group_sizes, transpose_rhs, jnp.dtype(out_dtype or lhs.dtype))
     m, _, n, _ = call.sizes
-    if m == 0:
+    if 0 in call.sizes:
         return vary(jnp.zeros((m, n), call.out_dtype), call.axes)
     return _backend(kernel.backend).gmm(call, kernel)
 
@@ -59,14 +59,19 @@ def wgrad(
 
     Sums are float32 and rounded once to `out_dtype` (that of `lhs` if None). With a float32 `accumulator`
     [G, K, N] they are added to it, in place where the caller donates it, and the result is float32.
+
+    Raises ValueError and TypeError for shapes and types that do not fit.
     """
-    if accumulator is not None and accumulator.dtype != jnp.float32:
-        raise TypeError(f"wgrad: the accumulator must be float32, not {accumulator.dtype}")
     out_dtype = jnp.dtype(jnp.float32 if accumulator is not None else out_dtype or lhs.dtype)
     call = WeightGradient(lhs, grad, group_sizes, out_dtype, accumulator)
     m, k, n, groups = call.sizes
+    if grad.shape[0] != m or (accumulator is not None and accumulator.shape != (groups, k, n)):
+        total = "none" if accumulator is None else accumulator.shape
+        raise ValueError(f"wgrad: shapes do not fit: {lhs.shape=} {grad.shape=} {groups=}, accumulator {total}")
+    if accumulator is not None and accumulator.dtype != jnp.float32:
+        raise TypeError(f"wgrad: the accumulator must be float32, not {accumulator.dtype}")
     if accumulator is not None:
         accumulator = vary(accumulator, call.axes)
-    if m == 0:
+    if 0 in call.sizes:
         return vary(jnp.zeros((groups, k, n), out_dtype), call.axes) if accumulator is None else accumulator
     return _backend(kernel.backend).wgrad(call._replace(accumulator=accumulator), kernel)

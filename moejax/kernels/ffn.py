@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.kernels import dispatch, table
 from moejax.kernels.groups import live_rows
 from moejax.kernels.kernel import Backends, Kernel
+from moejax.kernels.operands import OPERAND_TYPES
 from moejax.varying import vary, varying_axes
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
@@ -56,21 +57,35 @@ def expert_ffn(
     Raises:
         ValueError: Shapes that do not fit. TypeError: Types that do not fit.
     """
+    _check(lhs, up, down, group_sizes, scale, index)
+    num_rows = lhs.shape[0] if index is None else index.shape[0]
+    backends = table.backends(backend, lhs.dtype, num_rows, up.shape[0])
+    if num_rows == 0 or 0 in up.shape:
+        backends = Backends.all("reference")  # nothing to multiply: no kernel runs
+    args: Any = (lhs, up, down, group_sizes.astype(jnp.int32), scale, index)
+    return _expert_ffn(*vary(args, varying_axes(args)), activation, backends)
+
+
+def _check(lhs, up, down, group_sizes, scale, index) -> None:
+    num_rows = (lhs if index is None else index).shape[:1]
     if (
         lhs.ndim != 2
         or up.ndim != 4
         or up.shape[2] not in (1, 2)
         or (lhs.shape[1], up.shape[0]) != (up.shape[1], *group_sizes.shape)
         or down.shape != (up.shape[0], up.shape[3], lhs.shape[1])
+        or any(array is not None and array.shape != num_rows for array in (scale, index))
     ):
-        raise ValueError(f"expert_ffn: shapes do not fit: {lhs.shape=} {up.shape=} {down.shape=} {group_sizes.shape=}")
-    if not lhs.dtype == up.dtype == down.dtype or (scale is not None and scale.dtype != jnp.float32):
-        weight = "no scale" if scale is None else f"{scale.dtype=}"
-        raise TypeError(f"expert_ffn: types do not fit: {lhs.dtype=} {up.dtype=} {down.dtype=} {weight}")
-    num_rows = lhs.shape[0] if index is None else index.shape[0]
-    backends = table.backends(backend, lhs.dtype, num_rows, up.shape[0])
-    args: Any = (lhs, up, down, group_sizes.astype(jnp.int32), scale, index)
-    return _expert_ffn(*vary(args, varying_axes(args)), activation, backends)
+        rows = [None if array is None else array.shape for array in (scale, index)]
+        shapes = f"{lhs.shape=} {up.shape=} {down.shape=} {group_sizes.shape=}, scale and index {rows}"
+        raise ValueError(f"expert_ffn: shapes do not fit: {shapes}")
+    same = lhs.dtype == up.dtype == down.dtype and lhs.dtype.name in OPERAND_TYPES
+    counts = [array for array in (group_sizes, index) if array is not None]
+    counted = all(jnp.issubdtype(array.dtype, jnp.integer) for array in counts)
+    if not same or not counted or (scale is not None and scale.dtype != jnp.float32):
+        rest = [None if array is None else array.dtype.name for array in (group_sizes, scale, index)]
+        types = f"{lhs.dtype=} {up.dtype=} {down.dtype=}, sizes, scale and index {rest}"
+        raise TypeError(f"expert_ffn: types do not fit: {types}")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -80,7 +95,7 @@ def _expert_ffn(lhs, up, down, group_sizes, scale, index, activation, backends):
 
 def _merged(up: jax.Array) -> jax.Array:
     """[G, D, g, F] to [G, D, g F]: one matmul for gate and up."""
-    return up.reshape(*up.shape[:2], -1)
+    return up.reshape(*up.shape[:2], up.shape[2] * up.shape[3])
 
 
 def _source(index: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -122,6 +137,7 @@ def _hidden_gradients(
     group_sizes: jax.Array,
     scale: jax.Array | None,
     activation: Activation,
+    inner: int,
     kernel: Kernel,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Hidden rows once more, and the gradients of the projections and of `scale` from that of the result."""
@@ -129,7 +145,6 @@ def _hidden_gradients(
         from moejax.kernels import gpu_ffn
 
         return gpu_ffn.hidden_gradients(grad, down, pre, group_sizes, scale, activation=activation, kernel=kernel)
-    inner = pre.shape[1] // down.shape[1]
     grad_hidden = dispatch.gmm(grad, down, group_sizes, kernel=kernel, transpose_rhs=True)
     hidden, pullback = jax.vjp(functools.partial(_hidden, activation=activation, inner=inner), pre, scale)
     return hidden.astype(grad.dtype), *pullback(grad_hidden.astype(jnp.float32))
@@ -140,7 +155,7 @@ def _backward(activation: Activation, backends: Backends, residuals, grad):
     grad = grad.astype(lhs.dtype)
     with jax.named_scope("expert_ffn_dgrad"):
         hidden, grad_pre, grad_scale = _hidden_gradients(
-            grad, down, pre, group_sizes, scale, activation, backends.dgrad
+            grad, down, pre, group_sizes, scale, activation, up.shape[2], backends.dgrad
         )
         grad_lhs = dispatch.gmm(grad_pre, _merged(up), group_sizes, kernel=backends.dgrad, transpose_rhs=True)
     with jax.named_scope("expert_ffn_wgrad"):

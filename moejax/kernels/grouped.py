@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from moejax.kernels import dispatch, table
 from moejax.kernels.kernel import Backends, Kernel
+from moejax.kernels.operands import OPERAND_TYPES
 from moejax.varying import vary, varying_axes
 
 
@@ -28,7 +29,7 @@ def grouped_matmul(
     group is exactly zero. An incoming gradient is rounded to the type of `lhs` before it is used.
 
     Args:
-        lhs: Rows, [M, K].
+        lhs: Rows, [M, K], float32, bfloat16 or float16.
         rhs: One matrix per group, [G, K, N] ([G, N, K] with `transpose_rhs`), of the type of `lhs`.
         group_sizes: Rows of each group in order, int32 [G]; their sum must be at most M.
         backend: One kernel for all directions, by name or as a `Kernel`, or `Backends`; None for the table's choice.
@@ -42,15 +43,17 @@ def grouped_matmul(
 
     Raises:
         ValueError: Shapes that do not fit. TypeError: Types that do not fit.
-        UserError: A backend that does not exist.
+        UserError: A backend that does not exist, or not on this machine.
     """
     contract = 2 if transpose_rhs else 1
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[contract] or group_sizes.shape != rhs.shape[:1]:
         raise ValueError(f"grouped_matmul: shapes do not fit: {lhs.shape=} {rhs.shape=} {group_sizes.shape=}")
-    if lhs.dtype != rhs.dtype or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"grouped_matmul: types do not fit: {lhs.dtype=} {rhs.dtype=} {group_sizes.dtype=}")
-    backends = table.backends(backend, lhs.dtype, lhs.shape[0], rhs.shape[0], max_group_size)
     out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+    floating = {lhs.dtype.name, out_dtype.name} <= OPERAND_TYPES
+    if lhs.dtype != rhs.dtype or not floating or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        types = f"{lhs.dtype=} {rhs.dtype=} {group_sizes.dtype=} preferred_element_type={out_dtype.name}"
+        raise TypeError(f"grouped_matmul: types do not fit: {types}")
+    backends = table.backends(backend, lhs.dtype, lhs.shape[0], rhs.shape[0], max_group_size)
     axes = varying_axes(lhs, rhs, group_sizes)  # outside the gradient rule: the transpose of this cast sums gradients
     lhs, rhs, group_sizes = (vary(a, axes) for a in (lhs, rhs, group_sizes.astype(jnp.int32)))
     return _grouped_matmul(lhs, rhs, group_sizes, backends, transpose_rhs, out_dtype)

@@ -71,6 +71,8 @@ class Kernel:
             raise UserError(f"kernel tiles: the {self.backend} backend has none; leave them out")
         if self.max_group_size is not None and self.backend != "padded":
             raise UserError(f"kernel max_group_size: the {self.backend} backend has no bound; leave it out")
+        if self.max_group_size is not None and self.max_group_size < 1:
+            raise UserError(f"kernel max_group_size={self.max_group_size}: must be greater than zero")
         if (self.interpret or self.reverse) and not self.pallas:
             raise UserError(f"kernel interpret, reverse: the {self.backend} backend is not Pallas; leave them out")
 
@@ -90,6 +92,8 @@ class Backends:
 
     @classmethod
     def all(cls, kernel: Kernel | str) -> "Backends":
-        """The same kernel in all directions."""
+        """The same kernel in all directions; UserError for anything else."""
         kernel = Kernel(kernel) if isinstance(kernel, str) else kernel
+        if not isinstance(kernel, Kernel):
+            raise UserError(f"kernel backend {kernel!r}: must be a name, a Kernel or Backends")
         return cls(kernel, kernel, kernel)

@@ -9,6 +9,9 @@ from jax.typing import DTypeLike
 
 from moejax.varying import varying_axes
 
+OPERAND_TYPES = frozenset(("float32", "bfloat16", "float16"))
+"""Types that every backend multiplies, but for `mosaic`."""
+
 
 class Product(NamedTuple):
     """Rows of lhs [M, K] times their group's matrix; rows past the sum of sizes give zeros.

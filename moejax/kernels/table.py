@@ -19,7 +19,7 @@ import jax
 from jax.typing import DTypeLike
 
 from moejax.errors import UserError
-from moejax.kernels.kernel import Backends, Direction, Kernel, Tiles
+from moejax.kernels.kernel import DIRECTIONS, Backends, Direction, Kernel, Tiles
 
 ENVIRONMENT = "MOEJAX_KERNEL_TABLE"
 
@@ -52,6 +52,11 @@ class Entry:
     tiles: Tiles | None = None
     source: str = ""
 
+    def __post_init__(self) -> None:
+        Kernel(self.backend, self.tiles)  # refuses what cannot be
+        if self.direction not in (None, *DIRECTIONS):
+            raise UserError(f"direction {self.direction}: must be one of {', '.join(DIRECTIONS)}")
+
     def fits(self, chips: tuple[str, str], direction: str, dtype: str, rows: float, bounded: bool) -> bool:
         """Whether the entry speaks about this use."""
         return (
@@ -71,7 +76,7 @@ def parse(text: str, source: str) -> tuple[Entry, ...]:
         return tuple(
             Entry(**{**entry, "tiles": Tiles(**entry["tiles"]) if entry.get("tiles") else None}) for entry in raw
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
         raise UserError(f"kernel table {source}: {error}; write one with `moejax bench kernels --tune`") from error
 
 
@@ -118,7 +123,7 @@ def choose(
     direction: Direction, dtype: DTypeLike, num_rows: int, num_groups: int, max_group_size: int | None
 ) -> Kernel:
     """The table's kernel for one direction of a grouped matmul of M rows and G groups."""
-    where, rows = chips(), num_rows / num_groups
+    where, rows = chips(), num_rows / max(num_groups, 1)
     for entry in entries(os.environ.get(ENVIRONMENT)):
         if entry.fits(where, direction, jax.numpy.dtype(dtype).name, rows, max_group_size is not None):
             bound = max_group_size if entry.backend == "padded" else None
@@ -128,7 +133,7 @@ def choose(
 
 def choose_all(dtype: DTypeLike, num_rows: int, num_groups: int, max_group_size: int | None) -> Backends:
     """The table's kernels for all directions."""
-    return Backends(*(choose(d, dtype, num_rows, num_groups, max_group_size) for d in ("forward", "dgrad", "wgrad")))
+    return Backends(*(choose(d, dtype, num_rows, num_groups, max_group_size) for d in DIRECTIONS))
 
 
 def backends(
@@ -138,9 +143,11 @@ def backends(
     num_groups: int,
     max_group_size: int | None = None,
 ) -> Backends:
-    """The kernels of all directions: those that the caller gives, or the table's."""
-    if isinstance(given, Backends):
-        return given
-    if given is not None:
-        return Backends.all(given)
-    return choose_all(dtype, num_rows, num_groups, max_group_size)
+    """The kernels of all directions: those that the caller gives, or the table's. UserError if one cannot run here."""
+    if given is None:
+        return choose_all(dtype, num_rows, num_groups, max_group_size)
+    found, platform = given if isinstance(given, Backends) else Backends.all(given), chips()[1]
+    for kernel in (found.forward, found.dgrad, found.wgrad):
+        if kernel.backend in ("gpu", "tpu") and kernel.backend != platform and not kernel.interpret:
+            raise UserError(f"kernel backend {kernel.backend}: does not run on {platform}; leave it to the table")
+    return found
