@@ -124,7 +124,7 @@ def test_float16(backend):
     sizes = np.array([11, 0, 30], np.int32)
     lhs, rhs = (rng.standard_normal(s).astype(np.float16) for s in ((50, 12), (3, 12, 7)))
     kernel = Kernel(backend, interpret=backend in ("gpu", "tpu"))
-    out, pullback = jax.vjp(lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes, backend=kernel), lhs, rhs)
+    out, pullback = jax.vjp(lambda lhs, rhs: grouped_matmul(lhs, rhs, jnp.asarray(sizes), backend=kernel), lhs, rhs)
     grad_lhs, grad_rhs = pullback(out)
     grad = np.asarray(out)
     assert oracle.worst_row_group(grad, oracle.gmm(lhs, rhs, sizes), sizes) < 5e-4

@@ -3,14 +3,18 @@
 import csv
 import json
 import os
+import time
+from itertools import chain, count
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moejax.cli.bench import PRESETS, ROWS
 from moejax.cli.main import main
 from moejax.errors import UserError
-from moejax.kernels import Kernel, Tiles, bench, target
+from moejax.kernels import Kernel, Tiles, bench, target, tune
 from moejax.kernels.table import ENVIRONMENT, Entry, choose, dump, entries, parse
 
 SMALL = ["--groups", "2", "--width", "32", "--hidden", "16", "--loads", "skewed", "--rounds", "2", "--seconds", "0.01"]
@@ -29,6 +33,47 @@ def test_measures_and_draws(tmp_path, capsys):
         assert float(line["ratio_to_dense"]) > 0
     written = capsys.readouterr().out
     assert ("kernels.png" in written) == (tmp_path / "kernels.png").exists()
+
+
+def test_nothing_is_begun_after_the_limit(tmp_path, capsys, monkeypatch):
+    arguments = ["bench", "kernels", "--rows", "16", "8", *SMALL, "--backends", "padded", "--out", str(tmp_path)]
+    clock = chain([0] * 4, count(1000))  # the start, a case and its first two directions, then the limit is over
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter))
+    monkeypatch.setattr("moejax.cli.bench.time", bench.time)
+    assert main(arguments) == 0
+    with (tmp_path / "kernels.csv").open() as file:
+        assert {(line["rows"], line["direction"]) for line in csv.DictReader(file)} == {
+            ("8", "forward"),
+            ("8", "dgrad"),
+        }
+    written = capsys.readouterr().out
+    late = ", ".join(f"{rows} skewed {name}" for rows in (8, 16) for name in bench.DIRECTIONS)
+    assert "left out, for want of time (--limit) or by failure: " + late.partition("dgrad, ")[2] in written
+    assert main([*arguments, "--limit", "1e-9"]) == 2
+
+
+def test_cpu_measures_all_rows_within_three_minutes():
+    assert (min(ROWS), max(ROWS)) == (16, 32768)
+    assert PRESETS["cpu"][-1] < 180
+
+
+def test_a_candidate_that_fails_is_left_out():
+    def fails(data):
+        raise ValueError("too large")
+
+    with pytest.warns(UserWarning, match="broken is left out: ValueError: too large"):
+        times = bench.timed({"broken": fails, "fine": lambda data: data}, jnp.ones(3), 2, 0.01)
+    assert set(times) == {"fine"}
+
+
+def test_tiles_that_do_not_compile_are_left_out(monkeypatch):
+    case = bench.Case(4, 2, 8, 8, "float32", "uniform")
+    monkeypatch.setitem(tune.TILES, "gpu", {"gmm": (Tiles(),), "wgrad": (Tiles(),)})
+    with (
+        pytest.warns(UserWarning, match="Tiles.* is left out: ValueError: Only interpret mode"),
+        pytest.raises(UserError, match="none of the tiles of gpu runs in forward for 4 rows per expert"),
+    ):
+        tune.tune([case], "gpu", 1, 0.01)
 
 
 def test_tuned_table_is_used(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 import argparse
 import importlib.util
+import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +13,11 @@ from moejax.errors import UserError
 if TYPE_CHECKING:
     from moejax.kernels.bench import Case, Measurement
 
-PRESETS = {  # rows per expert, experts, D, F, dtype, rounds, seconds per direction
-    "cpu": ((16, 64, 256, 1024, 4096), 8, 128, 128, "float32", 9, 0.3),
-    "gpu": ((16, 64, 256, 1024, 4096, 32768), 8, 2048, 1024, "bfloat16", 20, 1.0),
-    "tpu": ((16, 64, 256, 1024, 4096, 32768), 8, 2048, 1024, "bfloat16", 20, 1.0),
+ROWS = (16, 64, 256, 1024, 4096, 32768)
+PRESETS = {  # experts, D, F, dtype, rounds, seconds per direction, seconds in all
+    "cpu": (8, 128, 128, "float32", 9, 0.3, 150.0),
+    "gpu": (8, 2048, 1024, "bfloat16", 20, 1.0, math.inf),
+    "tpu": (8, 2048, 1024, "bfloat16", 20, 1.0, math.inf),
 }
 
 
@@ -29,7 +32,7 @@ def register(subparsers: Any) -> None:
         "matmul of equal FLOPs. Writes kernels.csv and kernels.png; with --tune a table of the best tiles.",
         epilog="example: moejax bench kernels --rows 64 256 --out bench",
     )
-    kernels.add_argument("--rows", type=_positive, nargs="+", help="rows per expert (default by platform)")
+    kernels.add_argument("--rows", type=_positive, nargs="+", default=ROWS, help="rows per expert")
     kernels.add_argument("--groups", type=_positive, help="experts")
     kernels.add_argument("--width", type=_positive, help="model width D")
     kernels.add_argument("--hidden", type=_positive, help="expert width F")
@@ -38,6 +41,7 @@ def register(subparsers: Any) -> None:
     kernels.add_argument("--backends", nargs="+", help="backends beside the table's choice (default: all that can run)")
     kernels.add_argument("--rounds", type=_positive, help="rounds of measurement, at most")
     kernels.add_argument("--seconds", type=float, help="time per direction after which no round is added")
+    kernels.add_argument("--limit", type=float, help="seconds after which nothing more is begun (CPU: 150)")
     kernels.add_argument("--out", default="bench", help="folder of the results (default: bench)")
     kernels.add_argument("--tune", action="store_true", help="measure tiles instead, and write kernel-table.json")
     kernels.set_defaults(run=run)
@@ -58,12 +62,13 @@ def run(args: argparse.Namespace) -> int:
     from moejax.kernels.bench import Case
 
     platform = jax.default_backend()
-    rows, groups, width, hidden, dtype, rounds, seconds = PRESETS.get(platform, PRESETS["gpu"])
+    groups, width, hidden, dtype, rounds, seconds, limit = PRESETS.get(platform, PRESETS["gpu"])
     shape = args.groups or groups, args.width or width, args.hidden or hidden, args.dtype or dtype
     args.rounds, args.seconds = args.rounds or rounds, args.seconds or seconds
+    args.deadline = time.monotonic() + (args.limit or limit)
     args.folder = Path(args.out)
     args.folder.mkdir(parents=True, exist_ok=True)
-    cases = [Case(count, *shape, load) for load in args.loads for count in args.rows or rows]
+    cases = [Case(count, *shape, load) for count in sorted(args.rows) for load in args.loads]  # the longest last
     return _tune(args, platform, cases) if args.tune else _measure(args, platform, cases)
 
 
@@ -75,10 +80,12 @@ def _measure(args: argparse.Namespace, platform: str, cases: "list[Case]") -> in
     names = args.backends or [*native, "padded", "xla"]
     found: list[Measurement] = []
     for case in cases:
-        for measurement in measure(case, names, args.rounds, args.seconds):
+        for measurement in measure(case, names, args.rounds, args.seconds, args.deadline):
             found.append(measurement)
             print(_line(measurement), flush=True)
-        write_csv(found, args.folder / "kernels.csv")
+        if found:
+            write_csv(found, args.folder / "kernels.csv")
+    _tell_left_out(found, cases)
     print(f"wrote {args.folder / 'kernels.csv'}")
     if importlib.util.find_spec("matplotlib") is None:
         print("no picture: matplotlib is not installed (pip install matplotlib)")
@@ -86,6 +93,18 @@ def _measure(args: argparse.Namespace, platform: str, cases: "list[Case]") -> in
     draw(found, args.folder / "kernels.png")
     print(f"wrote {args.folder / 'kernels.png'}")
     return 0
+
+
+def _tell_left_out(found: "list[Measurement]", cases: "list[Case]") -> None:
+    from moejax.kernels.bench import DIRECTIONS
+
+    done = {(m.case, m.direction) for m in found}
+    late = [(case, direction) for case in cases for direction in DIRECTIONS if (case, direction) not in done]
+    if not done:
+        raise UserError("nothing was measured: raise --limit, or see the warnings above")
+    if late:
+        names = ", ".join(f"{case.rows} {case.load} {direction}" for case, direction in late)
+        print(f"left out, for want of time (--limit) or by failure: {names}")
 
 
 def _line(m: "Measurement") -> str:
@@ -104,7 +123,8 @@ def _tune(args: argparse.Namespace, platform: str, cases: "list[Case]") -> int:
     if len(backends) > 1 or backends[0] not in TILES:
         raise UserError(f"--backends {' '.join(backends)}: tiles are tuned for one of {', '.join(TILES)}")
     load = args.loads[0]
-    entries = tune([case for case in cases if case.load == load], backends[0], args.rounds, args.seconds)
+    cases = [case for case in cases if case.load == load]
+    entries = tune(cases, backends[0], args.rounds, args.seconds, args.deadline)
     path = args.folder / "kernel-table.json"
     path.write_text(dump(entries))
     for entry in entries:

@@ -5,7 +5,7 @@ a time is the median over rounds of batches of calls. Work is counted on the row
 """
 
 import functools
-import importlib.util
+import math
 import statistics
 import time
 import warnings
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.kernels import dispatch
+from moejax.kernels import dispatch, peers
 from moejax.kernels.ffn import expert_ffn
 from moejax.kernels.kernel import Backends, Kernel
 from moejax.kernels.table import choose_all
@@ -124,6 +124,14 @@ def _step(ffn: Callable, data: dict[str, jax.Array], dense: bool) -> tuple[jax.A
     return out, *pullback(data["grad_out"])
 
 
+def _ffn_step(matmul: Callable) -> Callable[[dict[str, jax.Array]], object]:
+    """The expert FFN with its gradients, of a matmul (rows, weights, sizes)."""
+    return lambda data: _step(
+        functools.partial(_ffn, lambda rows, weights: matmul(rows, weights, data["sizes"])), data, dense=False
+    )
+
+
+@functools.cache  # the same function for all loads of a shape, so that it is compiled once
 def dense(direction: str) -> Callable[[dict[str, jax.Array]], object]:
     """All rows through the first expert."""
     if direction == "forward":
@@ -135,6 +143,7 @@ def dense(direction: str) -> Callable[[dict[str, jax.Array]], object]:
     return lambda data: _step(functools.partial(_ffn, jnp.matmul), data, dense=True)
 
 
+@functools.cache
 def grouped(direction: str, backends: Backends) -> Callable[[dict[str, jax.Array]], object]:
     """The kernels of this package."""
     if direction == "forward":
@@ -156,20 +165,6 @@ def grouped(direction: str, backends: Backends) -> Callable[[dict[str, jax.Array
     return ffn
 
 
-def tokamax(direction: str) -> Callable[[dict[str, jax.Array]], object] | None:
-    """The peer of that name, for forward and the FFN; None where it is not installed or has no such direction."""
-    if importlib.util.find_spec("tokamax") is None or direction not in ("forward", "ffn"):
-        return None
-    peer = importlib.import_module("tokamax")
-    if direction == "forward":
-        return lambda data: peer.ragged_dot(data["x"], data["gate_up"], data["sizes"])
-
-    def ffn(data: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        return _step(functools.partial(_ffn, lambda rows, w: peer.ragged_dot(rows, w, data["sizes"])), data, False)
-
-    return ffn
-
-
 def candidates(case: Case, direction: str, names: Sequence[str]) -> dict[str, Callable]:
     """Dense, the table's choice (`auto`), the named backends, and installed peers; jitted."""
     m, largest = case.rows * case.groups, int(case.sizes().max())
@@ -184,10 +179,9 @@ def candidates(case: Case, direction: str, names: Sequence[str]) -> dict[str, Ca
             continue
         kernel = Kernel(name, max_group_size=largest if name == "padded" else None)
         found[name] = grouped(direction, Backends.all(kernel))
-    peer = tokamax(direction)
-    if peer is not None:
-        found["tokamax"] = peer
-    return {name: jax.jit(function) for name, function in found.items()}
+    ready: dict[str, Callable] = {name: jax.jit(function) for name, function in found.items()}
+    others = {"tokamax": peers.tokamax(direction, _ffn_step), "torch": peers.torch(direction)}
+    return ready | {name: function for name, function in others.items() if function is not None}
 
 
 def timed(functions: dict[str, Callable], data: object, rounds: int, budget_seconds: float) -> dict[str, float]:
@@ -218,16 +212,22 @@ def timed(functions: dict[str, Callable], data: object, rounds: int, budget_seco
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def measure(case: Case, names: Sequence[str], rounds: int, budget_seconds: float) -> Iterator[Measurement]:
-    """Measure all directions of one case."""
+def measure(
+    case: Case, names: Sequence[str], rounds: int, budget_seconds: float, deadline: float = math.inf
+) -> Iterator[Measurement]:
+    """Measure all directions of one case; none is begun after `deadline` (`time.monotonic`)."""
+    if time.monotonic() > deadline:
+        return
     data, skew = operands(case), imbalance(case.sizes())
     device = jax.devices()[0].device_kind
     for direction in DIRECTIONS:
+        if time.monotonic() > deadline:
+            return
         times = timed(candidates(case, direction, names), data, rounds, budget_seconds)
         for name, seconds in times.items():
             tflops = case.flops(direction) / seconds / 1e12
             peak = PEAK_TFLOPS.get(device) if case.dtype == "bfloat16" else None
             yield Measurement(
-                device, case, skew, direction, name, seconds, tflops, seconds / times["dense"],
+                device, case, skew, direction, name, seconds, tflops, seconds / times.get("dense", math.nan),
                 100 * tflops / peak if peak else None,
             )  # fmt: skip
