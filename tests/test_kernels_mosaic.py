@@ -12,19 +12,21 @@ from moejax.kernels import Kernel, Tiles, grouped_matmul
 needs_interpreter = pytest.mark.skipif(
     not hasattr(mosaic_gpu, "InterpretGPUParams"), reason="the GPU interpreter of Mosaic came with jax 0.11"
 )
-TILES = Tiles(rows=64, cols=64, depth=64, stages=2)
+TILES = Tiles(rows=64, cols=128, depth=64, stages=2)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_hard_patterns(reverse):
-    """Rows are no multiple of a block; two blocks of columns and two steps of the contraction."""
-    check_patterns(Kernel("mosaic", TILES, interpret=True, reverse=reverse), (150, 128, 128, 5), "bfloat16")
+@pytest.mark.parametrize(
+    ("reverse", "width"), [(True, 128), pytest.param(False, 256, marks=pytest.mark.slow)], ids=["reverse", "wide"]
+)
+def test_hard_patterns(reverse, width):
+    """Rows are no multiple of a block; two steps of the contraction, and of columns where it is wide."""
+    check_patterns(Kernel("mosaic", TILES, interpret=True, reverse=reverse), (150, 128, width, 5), "bfloat16")
 
 
 @needs_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(70, 64, 128, 1), (40, 64, 64, 61)], ids=str)
+@pytest.mark.parametrize("shape", [(70, 128, 128, 1), (14, 128, 128, 17)], ids=str)
 def test_one_group_and_more_groups_than_rows(shape):
     check_patterns(Kernel("mosaic", TILES, interpret=True), shape, "bfloat16")
 
@@ -42,6 +44,13 @@ def test_refuses_what_it_cannot_multiply(dtype, width, hidden, message):
     lhs, rhs = jnp.zeros((10, width), dtype), jnp.zeros((2, width, hidden), dtype)
     with pytest.raises(UserError, match=message):
         grouped_matmul(lhs, rhs, jnp.array([4, 5]), backend="mosaic")
+
+
+@needs_interpreter
+def test_tiles_that_two_workers_cannot_share_are_refused():
+    lhs, rhs = jnp.zeros((10, 128), jnp.bfloat16), jnp.zeros((2, 128, 192), jnp.bfloat16)
+    with pytest.raises(UserError, match=r"tile cols=192 must be a multiple of 128"):
+        grouped_matmul(lhs, rhs, jnp.array([4, 5]), backend=Kernel("mosaic", Tiles(rows=64, cols=192, depth=64)))
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="this JAX has what the kernels need")
