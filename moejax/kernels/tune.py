@@ -1,10 +1,15 @@
 """Measures candidate tiles on this machine and turns the winners into entries of the kernel table."""
 
+import math
+import time
+import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import jax
 
+from moejax.errors import UserError
 from moejax.kernels.bench import Case, grouped, operands, timed
 from moejax.kernels.kernel import DIRECTIONS, Backends, Direction, Kernel, Tiles
 from moejax.kernels.table import Entry
@@ -47,24 +52,51 @@ TILES: dict[str, dict[str, tuple[Tiles, ...]]] = {
 """Candidates by backend; those that do not compile on a chip drop out."""
 
 
+def _compiled(kernels: Iterable[Tiles], direction: Direction, backend: str, data: dict) -> dict[str, Callable]:
+    """Programs of all candidates that compile, on all cores; a warning names the others."""
+
+    def one(tiles: Tiles) -> Callable | Exception:
+        function = grouped(direction, Backends.all(Kernel(backend, tiles)))
+        try:
+            return jax.jit(function).lower(data).compile()
+        except Exception as error:  # tiles may not fit a chip
+            return error
+
+    tried = list(kernels)
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(one, tried))
+    found: dict[str, Callable] = {}
+    for tiles, result in zip(tried, results, strict=True):
+        if isinstance(result, Exception):
+            warnings.warn(f"{tiles} is left out: {type(result).__name__}: {str(result)[:300]}", stacklevel=2)
+        else:
+            found[str(tiles)] = result
+    return found
+
+
 def _best(case: Case, direction: Direction, backend: str, data: dict, rounds: int, budget: float) -> Tiles:
     kernels = {str(tiles): tiles for tiles in TILES[backend]["wgrad" if direction == "wgrad" else "gmm"]}
-    functions: dict[str, Callable] = {
-        name: jax.jit(grouped(direction, Backends.all(Kernel(backend, tiles)))) for name, tiles in kernels.items()
-    }
-    times = timed(functions, data, rounds, budget)
+    times = timed(_compiled(kernels.values(), direction, backend, data), data, rounds, budget)
+    if not times:
+        raise UserError(f"none of the tiles of {backend} runs in {direction} for {case.rows} rows per expert")
     return kernels[min(times, key=lambda name: times[name])]
 
 
-def tune(cases: Iterable[Case], backend: str, rounds: int, budget_seconds: float) -> list[Entry]:
+def tune(
+    cases: Iterable[Case], backend: str, rounds: int, budget_seconds: float, deadline: float = math.inf
+) -> list[Entry]:
     """Best tiles by direction and rows per group.
 
     A class of rows reaches from its case's rows to the geometric mean with the next case's; the least and the
-    largest class are open. Classes with the same winner are one entry.
+    largest class are open. Classes with the same winner are one entry. No case but the first is begun after
+    `deadline` (`time.monotonic`).
     """
-    ordered = sorted(cases, key=lambda case: case.rows)
+    ordered: list[Case] = []
     winners: dict[Direction, list[Tiles]] = {direction: [] for direction in DIRECTIONS}  # type: ignore[misc]
-    for case in ordered:
+    for case in sorted(cases, key=lambda case: case.rows):
+        if ordered and time.monotonic() > deadline:
+            break
+        ordered.append(case)
         data = operands(case)
         for direction, found in winners.items():
             found.append(_best(case, direction, backend, data, rounds, budget_seconds))
