@@ -87,3 +87,21 @@ ENTRY %main (a: f32[8]) -> f32[8] {
         ("all-gather", "f32", 1),
     ]
     assert [move.tensors for move in compiled_traffic(collectives(text), mesh)] == [4, 1, 1]
+
+
+def test_what_sparse_cores_do_counts_once() -> None:
+    """TPU7x: a start names the computation; its update and its end repeat the types."""
+    text = """
+%sparse (p: bf16[4,8]) -> bf16[16,8] {
+  ROOT %g = bf16[16,8]{1,0} all-gather(%p), replica_groups=mesh['d'=4] {'d'}, metadata={op_name="jit(f)/gather"}
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: bf16[4,8]) -> bf16[16,8] {
+  %s = ((), (), (s32[9])) custom-call-start(), async_execution_thread="sparsecore", called_computations={%sparse}
+  %u = ((bf16[4,8]), bf16[16,8], (s32[9])) custom-call-update(%s, %a)
+  ROOT %e = bf16[16,8]{1,0} custom-call-done(%u), metadata={op_name="jit(f)/gather"}
+}
+"""
+    [found] = collectives(text)
+    assert (found.kind, found.shapes, found.times, found.group_size) == ("all-gather", ((16, 8),), 1, 4)
+    assert found.scope == "jit(f)/gather"

@@ -17,16 +17,18 @@ def register(subparsers: Any) -> None:
         help="parameters, FLOPs, memory, traffic and time before training",
         description="Show what a run costs before it runs: parameters, the storage and compute layout of every "
         "tensor on the mesh, FLOPs, memory and traffic per device; and for a target machine the estimated time of a "
-        "step, whether it fits, and what would help. The devices need not be there.",
-        epilog="example: moejax plan configs/models/olmoe-1b-7b.yaml --target h200x8 --out plan",
+        "step, whether it fits, and what would help. The devices need not be there. Writes plan.json and plan.html.",
+        epilog="example: moejax plan configs/models/olmoe-1b-7b.yaml --target h200x8",
     )
     add_config_arguments(parser)
     parser.add_argument("--target", metavar="T", help="machine: cpu, h200x8, v5p, ... (a wrong name lists all)")
     parser.add_argument("--chips", type=int, metavar="N", help="devices: changes mesh.data, same work for each")
     parser.add_argument("--compile", action="store_true", help="compile the step for the target, and compare")
     parser.add_argument("--search", action="store_true", help="rank layouts that fit the target by estimated time")
-    parser.add_argument("--out", metavar="DIR", help="also write plan.json and plan.html into this folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--out", metavar="DIR", help="folder of plan.json and plan.html (default: plans/NAME)")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables, and write only with --out"
+    )
     parser.set_defaults(run=run)
 
 
@@ -59,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         show_report(report)
-    if args.out:
-        _write(report, Path(args.out), quiet=args.json)
+    if args.out or not args.json:
+        _write(report, Path(args.out or Path("plans") / config.run.name), quiet=args.json)
     return 0
 
 

@@ -9,7 +9,7 @@ from moejax.nn.ring_attention import Ring
 from moejax.plan.exchange import Found, exchange_sizes
 from moejax.plan.loss_traffic import statistics
 from moejax.plan.moves import CONTEXT_CLASS, PIPELINE, TENSOR, VOCABULARY
-from moejax.plan.turns import Run, runs, table_of, ticks
+from moejax.plan.turns import Run, counts_ahead, runs, table_of, ticks
 from moejax.sharding import compute_axes
 
 
@@ -25,7 +25,8 @@ def of_axes(config: Config) -> Iterator[Found]:
         forward, backward = ticks(config)
         taken, modules = config.train.microbatches / forward, config.model.mtp
         key = (CONTEXT_CLASS, "all-gather", "s32", (CONTEXT,))
-        yield key, forward + backward if stages > 1 else forward, segments, None
+        before = forward if counts_ahead(config) else 0
+        yield key, before + (forward + backward if stages > 1 else forward), segments, None
         if modules:  # tokens, targets and documents at the end of a shard look into the next one
             yield key, modules * forward, segments // stages, round(segments // stages * taken)
             ahead = 4 * 3 * rows(config) * modules
@@ -58,7 +59,8 @@ def _pipeline(config: Config) -> Iterator[Found]:
     last = list(table.phases())[-1]
     unread = int(last.stop - last.start == 1)  # what the very last tick sends; XLA sees it if the tick is no loop
     key = (PIPELINE, "collective-permute", _type(config)[0], (STAGE,))
-    yield key, sum(ticks(config)) - unread, _hidden(config), None
+    forward, backward = ticks(config)
+    yield key, forward * (2 if counts_ahead(config) else 1) + backward - unread, _hidden(config), None
 
 
 def _vocabulary(config: Config) -> Iterator[Found]:
@@ -71,11 +73,11 @@ def _vocabulary(config: Config) -> Iterator[Found]:
     (forward, backward), turns, hidden = ticks(config), config.train.microbatches, _hidden(config)
 
     def move(of: tuple[str, ...], times: int, size: int, dtype: str = dtype) -> Found:
-        return (VOCABULARY, "all-reduce", dtype, of), times, size, round(size * turns / times)
+        return (VOCABULARY, "all-reduce", dtype, of), times, size, round(size * turns / forward)
 
     if config.mesh.stage > 1:
         yield move((STAGE,), forward, hidden)
-        yield move((STAGE,), backward, hidden)
+        yield (VOCABULARY, "all-reduce", dtype, (STAGE,)), backward, hidden, round(hidden * turns / backward)
         if modules := config.model.mtp:  # shares of the sequences: results, gradients of hidden states and embeddings
             for ahead in (modules, 1, modules):
                 yield move((STAGE,), forward, ahead * hidden)
@@ -87,7 +89,7 @@ def _vocabulary(config: Config) -> Iterator[Found]:
     for ahead in filter(None, (1, config.model.mtp)):  # the model itself; all modules of multi-token prediction at once
         chunk = min(CHUNK, ahead * tokens)
         chunks = -(-ahead * tokens // chunk)
-        yield move(axes, forward, ahead * hidden)
+        yield move(axes, (2 if counts_ahead(config) else 1) * forward, ahead * hidden)
         yield move(axes, chunks * forward, chunk * config.model.d_model * width)
         yield move(axes, chunks * forward, chunk * 4, "f32")
         yield move(axes, chunks * forward, chunk * 2 * 4, "f32")
@@ -106,20 +108,20 @@ def _context(config: Config, run: Run) -> Iterator[Found]:
     if config.context.attention == "ulysses":
         key = (CONTEXT_CLASS, "all-to-all", dtype, (CONTEXT,))
         sent_again = run.backward if run.policy == "full" else 0
-        yield key, run.forward + run.backward + sent_again, vector * (heads + 2 * kv_heads) * width, None
-        yield key, run.forward + run.backward + again, vector * heads * width, None
+        yield key, run.mixer + run.backward + sent_again, vector * (heads + 2 * kv_heads) * width, None
+        yield key, run.mixer + run.backward + again, vector * heads * width, None
     else:
         steps = Ring(CONTEXT, shards, run.spec.window).blocks(config.data.sequence_length // shards)
         permute, both = "collective-permute", 2 * vector * kv_heads
         if steps > 1:
             again = again if steps > 2 else 0  # XLA merges a single permute with that of backward
-            there = (steps - 1) * (run.forward + run.backward + again)
+            there = (steps - 1) * (run.mixer + run.backward + again)
             yield (CONTEXT_CLASS, permute, dtype, (CONTEXT,)), there, both * width, None
             yield (CONTEXT_CLASS, permute, "f32", (CONTEXT,)), (steps - 1) * run.backward, both * 4, None
             yield (CONTEXT_CLASS, permute, dtype, (CONTEXT,)), run.backward, both * width, None
-    if run.spec.ffn == "moe" and config.loss.balance_scope == "sequence":
+    if run.spec.ffn == "moe" and config.loss.balance_scope in ("sequence", "sequence_unbiased"):
         histogram = 4 * rows(config) // run.share * config.model.moe.num_experts
-        repeated = run.backward if run.policy == "full" else 0
+        repeated = run.backward if run.policy == "full" and not run.merged else 0
         yield (CONTEXT_CLASS, "all-reduce", "s32", (CONTEXT,)), run.forward + repeated, histogram, None
 
 
@@ -127,20 +129,20 @@ def _tensor(config: Config, run: Run) -> Iterator[Found]:
     """Sums of the shares of heads and widths: results in forward, gradients of inputs in backward."""
     dtype, _ = _type(config)
     attention, model, hidden = config.model.attention, config.model.moe, _hidden(config) // run.share
-    recomputed = run.backward if run.policy != "none" else 0
+    recomputed = run.backward if run.policy != "none" and not run.merged else 0
 
     def move(axes: tuple[str, ...], times: int, size: int, dtype: str = dtype) -> Found:
         return (TENSOR, "all-reduce", dtype, axes), times, size, None
 
     if axes := compute_axes(config, "heads"):
-        yield move(axes, run.forward + run.backward + recomputed, hidden)
+        yield move(axes, run.mixer + run.backward + recomputed, hidden)
         if attention.qk_norm == "head":
             yield move(axes, 2 * run.backward, 4 * attention.head_dim, "f32")
     again = 0 if run.last else recomputed
     dense = 1 if run.spec.ffn == "dense" else bool(model.shared_dim) + bool(model.dense_dim)
     if axes := compute_axes(config, "mlp"):
-        yield move(axes, dense * (run.forward + run.backward + again), hidden)
+        yield move(axes, dense * (run.ffn + run.backward + again), hidden)
     if (axes := compute_axes(config, "expert_mlp")) and run.spec.ffn == "moe":
         inner = hidden // config.model.d_model * (model.latent_dim or config.model.d_model)
-        yield move(axes, run.forward + run.backward + again, inner)
+        yield move(axes, run.ffn + run.backward + again, inner)
         yield move(axes, run.backward, 4 * exchange_sizes(config, run.share).rows, "f32")

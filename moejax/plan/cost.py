@@ -30,12 +30,13 @@ from moejax.plan.moves import (
 from moejax.plan.target import Target
 from moejax.plan.tensors import Tensor
 from moejax.plan.traffic import step_traffic
-from moejax.plan.turns import bubble
+from moejax.plan.turns import bubble, counts_ahead
 from moejax.sharding import compute_axes
 from moejax.stages import plan_stages
 
 TAXES = ("weights", "gradients", "routing", "compute efficiency", "recomputation", "pipeline", "context", "tensor")
-"""The last three only on meshes with more than one device on their axis: sending, and in a pipeline waiting."""
+"""Recomputation is all that a step computes twice. The last three only on meshes with more than one device on their
+axis: sending, and in a pipeline waiting."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,15 @@ def _row_seconds(config: Config, bandwidth: float) -> float:
     width = 4 if config.model.dtype == "float32" else 2
     row = width * (config.model.moe.latent_dim or config.model.d_model)
     one_way = 2 * (sizes.slots + sizes.arriving + sizes.rows) * row
-    return 4 * one_way * _layers_turns(config) / bandwidth
+    passes = 6 if counts_ahead(config) else 4
+    return passes * one_way * _layers_turns(config) / bandwidth
 
 
 def _expert_seconds(config: Config, peak: float, bandwidth: float) -> float:
     """What expert matmuls take beyond their FLOPs at peak, because each expert has few rows.
 
-    Forward, input gradient and weight gradient of each matmul are bound by compute or by reading and writing rows
-    and weights once.
+    Forward, also when it counts routes ahead, input gradient and weight gradient of each matmul are bound by compute
+    or by reading and writing rows and weights once.
     """
     moe, model = config.model.moe, config.model
     if not model.num_moe_layers:
@@ -164,7 +166,7 @@ def _expert_seconds(config: Config, peak: float, bandwidth: float) -> float:
     for wide, deep in ((inner * hidden, outer), (outer, hidden)):
         flops = 2.0 * routed * wide * deep
         moved = width * (routed * (wide + deep) + local * wide * deep)
-        beyond += 3 * max(0.0, moved / bandwidth - flops / peak)
+        beyond += (4 if counts_ahead(config) else 3) * max(0.0, moved / bandwidth - flops / peak)
     return beyond * _layers_turns(config)
 
 
@@ -173,7 +175,10 @@ def _of_width(config: Config) -> tuple[str, ...]:
 
 
 def _recomputed_flops(config: Config, tensors: Sequence[Tensor]) -> float:
-    """FLOPs of a token that backward does again: attention scores of long sequences always are."""
+    """FLOPs of a token that backward does again: attention scores of long sequences always are.
+
+    The forward pass that counts routes ahead does everything but the head again too.
+    """
     parts = forward_flops(config, tensors)
     scores = attention_flops(config) if config.data.sequence_length > 512 else 0.0
     layers = sum(flops for part, flops in parts.items() if part not in ("head", "attention scores"))
@@ -189,4 +194,5 @@ def _recomputed_flops(config: Config, tensors: Sequence[Tensor]) -> float:
     weights = [group.repeat * len(group.pattern) for group in groups]
     weights[-1] += config.model.mtp
     policies = [config.remat.of(index) for index in range(len(groups))]
-    return sum(w * again[policy] for w, policy in zip(weights, policies, strict=True)) / sum(weights)
+    ahead = layers + parts["attention scores"] if counts_ahead(config) else 0.0
+    return ahead + sum(w * again[policy] for w, policy in zip(weights, policies, strict=True)) / sum(weights)

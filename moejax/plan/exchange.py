@@ -96,7 +96,7 @@ def _of_layers(config: Config, platform: str | None, layers: Sequence[Run]) -> I
     sizes, ranks = exchange_sizes(config, layers[0].share), config.expert_ranks
     dtype, width = ("f32", 4) if config.model.dtype == "float32" else ("bf16", 2)
     out, row = row_bytes(config)
-    count, backward = sum(run.forward for run in layers), sum(run.backward for run in layers)
+    count, backward = sum(run.ffn for run in layers), sum(run.backward for run in layers)
     again = sum(run.backward for run in layers if run.policy == "full")
     back_again = sum(run.backward for run in layers if run.policy == "full" and not run.last)
     plans = count + sum(run.backward for run in layers if run.policy == "full" and not run.merged)

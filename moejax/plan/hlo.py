@@ -28,7 +28,8 @@ _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-~]+) (?:\(.*)?\{\s*$")
 _START = 'custom_call_target="AsyncCollectiveStart"'
-_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-~]+)")
+_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-~]+)| custom-call-start\(.*called_computations=\{%?([\w.\-~]+)\}")
+"""The second form is a collective that TPUs leave to their sparse cores."""
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-~]+)")
 
 
@@ -134,8 +135,8 @@ def _walk(computations: Mapping[str, Sequence[str]], name: str, times: int) -> I
                 for branch in several.split(",") if several else [one]:
                     yield from _walk(computations, branch.strip().lstrip("%"), times)
         elif not re.search(r" async-(done|update)\(", line):
-            for called in _CALLED.findall(line):
-                yield from _walk(computations, called, times)
+            for called, started in _CALLED.findall(line):
+                yield from _walk(computations, called or started, times)
 
 
 def _loop(computations: Mapping[str, Sequence[str]], line: str, times: int) -> Iterator[Collective]:

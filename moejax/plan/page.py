@@ -5,19 +5,20 @@ from html import escape
 from typing import Any
 
 from moejax.plan.svg import bars
-from moejax.plan.text import of_bytes, of_count, of_seconds
+from moejax.plan.text import of_bytes, of_count, of_flops, of_seconds, of_state, of_tax
 
 _STYLE = """
 body{font:15px/1.45 sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0;font-size:13px}
 td,th{border-bottom:1px solid #ddd;padding:2px 10px;text-align:left}
-td.n{text-align:right;font-variant-numeric:tabular-nums}
+td.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 """
 
 
 def make_page(report: dict[str, Any]) -> str:
     """The page of a report."""
-    parts = [*_head(report), *_pictures(report), _traffic(report), *_advice(report), _tensors(report)]
+    parts = [*_head(report), *_pictures(report), _traffic(report), *_compiled(report), *_advice(report)]
+    parts.append(_tensors(report))
     name = escape(report["run"])
     head = f'<meta charset="utf-8"><title>Plan: {name}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{"".join(parts)}</body></html>\n'
@@ -26,20 +27,29 @@ def make_page(report: dict[str, Any]) -> str:
 def _head(report: dict[str, Any]) -> list[str]:
     counts, flops = report["parameters"], report["flops"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items() if size > 1) or "one device"
+    alpha_e = "" if counts["alpha_E"] is None else f"alpha_E {counts['alpha_E']:.2%}, "
     lines = [
-        f"{counts['total']:,} parameters, {counts['active']:,} active: capacity gap {counts['capacity_gap']:.2f}",
+        f"{counts['total']:,} parameters, {counts['active']:,} active ({counts['active_without_embedding']:,} without "
+        f"the embedding, {counts['active_without_embedding_and_head']:,} without embedding and head): {alpha_e}"
+        f"alpha_P {counts['alpha_P']:.1%}, capacity gap {counts['capacity_gap']:.2f}",
         f"{report['devices']} devices ({mesh}), weights.gather: {report['gather']}",
-        f"{of_count(flops['per_token'])}FLOP a token, {flops['tokens_per_step']:,} tokens a step",
+        f"{of_flops(flops['per_token'])} a token, {flops['tokens_per_step']:,} tokens a step",
     ]
+    if report["bytes_per_parameter"]:
+        lines.append(of_state(report["bytes_per_parameter"]))
     if "cost" in report:
         cost = report["cost"]
         lines.append(
             f"{report['target']}: {of_seconds(cost['step_seconds'])} a step, {of_count(cost['tokens_per_second'])} "
-            f"tokens/s, MFU {cost['mfu']:.1%} (an estimate; nothing overlaps)"
+            f"tokens/s, MFU {cost['mfu']:.1%} of {of_flops(cost['peak'])}/s a device (an estimate; nothing overlaps)"
         )
-        lines.append(report["fit"]["verdict"])
+        lines.append(of_tax(cost))
+        fit = report["fit"]
+        lines.append(
+            f"{fit['verdict']}; largest microbatch that fits: {fit['largest_microbatch']} sequences per device"
+        )
     if "compiled" in report:
-        lines.append(report["compiled"]["memory_difference"])
+        lines += [report["compiled"][name] for name in ("memory_difference", "traffic_difference")]
     return [f"<h1>Plan: {escape(report['run'])}</h1>\n", *(f"<p>{escape(line)}</p>\n" for line in lines)]
 
 
@@ -86,6 +96,20 @@ def _traffic(report: dict[str, Any]) -> str:
         rows.append([*what, f"{move['tensors']:,}", of_bytes(move["wire_bytes"]), time])
     columns = ("class", "operation", "axes", "link", "tensors", "bytes sent", "time")
     return _table("Traffic of a step, per device", columns, rows, 4)
+
+
+def _compiled(report: dict[str, Any]) -> list[str]:
+    if "compiled" not in report:
+        return []
+    formula, seen = (report["compiled"]["by_class"][name] for name in ("formula", "compiled"))
+    rows = []
+    for part in formula:
+        if formula[part]["tensors"] or seen[part]["tensors"]:
+            cells = [f"{side[part]['tensors']:,.0f}" for side in (formula, seen)]
+            cells += [of_bytes(side[part][key]) for key in ("bytes", "wire_bytes") for side in (formula, seen)]
+            rows.append([part, *cells])
+    columns = ("class", "tensors", "compiled", "whole bytes", "compiled", "bytes sent", "compiled")
+    return [_table("Traffic: formula, and counted in the compiled program", columns, rows, 1)]
 
 
 def _advice(report: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from moejax.errors import UserError
 from moejax.plan.compile import Compiled
 from moejax.plan.cost import group_of, move_seconds, step_cost, unevenness
 from moejax.plan.flops import tokens_per_step, training_flops
-from moejax.plan.memory import memory
+from moejax.plan.memory import bytes_per_parameter, memory
 from moejax.plan.moves import Move, by_class, compiled_traffic
 from moejax.plan.parameters import module_counts, mtp_parameters
 from moejax.plan.search import Candidate, evaluate, improvements, largest_microbatch
@@ -48,6 +48,7 @@ def make_report(config: Config, target: Target | None = None, compiled: Compiled
             "per_step": sum(flops.values()) * tokens_per_step(config),
         },
         "memory": memory(config, found, target.platform if target else None),
+        "bytes_per_parameter": _state(config, found),
         "traffic": [_move(move, config, target) for move in moves],
         "tensors": [tensor.as_dict() for tensor in found],
     }
@@ -99,6 +100,24 @@ def _experts(config: Config) -> dict[str, Any]:
     return {"alpha_E": alpha_e, "mtp": mtp_parameters(config)}
 
 
+def _state(config: Config, found: list[Tensor]) -> dict[str, dict[str, float]]:
+    """Bytes of state for each parameter in this layout, with float32 accumulators, beside the report's figure 9.
+
+    Empty where weights are not whole on a device between microbatches, or in other parts than experts.
+    """
+    mesh = config.mesh
+    if config.weights.gather != "step" or mesh.stage * mesh.model > 1 or config.model.dtype == "float32":
+        return {}
+    whole: dict[str, dict[str, float]] = {}
+    for part, ranks in (("dense", 1), ("routed experts", config.expert_ranks)):
+        mine = [tensor for tensor in found if (tensor.part == "routed experts") is (part == "routed experts")]
+        if mine:
+            size = sum(t.main_bytes + t.optimizer_bytes + t.compute_bytes + 4 * t.compute_size for t in mine)
+            wanted = bytes_per_parameter(mesh.size, ranks)
+            whole[part] = {"layout": size / sum(tensor.size for tensor in mine), "report": wanted}
+    return whole
+
+
 def _move(move: Move, config: Config, target: Target | None) -> dict[str, Any]:
     found = asdict(move) | {"axes": list(move.axes), "wire_bytes": move.wire_bytes}
     if target is not None:
@@ -121,6 +140,7 @@ def _on_target(config: Config, found: list[Tensor], target: Target) -> dict[str,
             "tokens_per_second": cost.tokens_per_second,
             "mfu": cost.mfu,
             "peak": cost.mfu_peak,
+            "dominates": max(cost.taxes, key=lambda name: cost.taxes[name]),
         },
         "fit": {
             "fits": now.fits,
@@ -159,7 +179,17 @@ def _compiled(
         "memory_difference": _difference(estimate, compiled.peak),
         "traffic": [_move(move, config, None) for move in seen],
         "by_class": {"formula": by_class(moves), "compiled": by_class(seen)},
+        "traffic_difference": _traffic_difference(by_class(moves), by_class(seen)),
     }
+
+
+def _traffic_difference(formula: dict[str, dict[str, float]], seen: dict[str, dict[str, float]]) -> str:
+    """One line: whether tensors and bytes of each class agree, or which do not and by how much."""
+    other = [name for name in formula if any(formula[name][key] != seen[name][key] for key in ("tensors", "bytes"))]
+    if not other:
+        return "formula and compiled program agree on the tensors and bytes of every class of traffic"
+    sizes = (f"{name} {seen[name]['bytes'] - formula[name]['bytes']:+,.0f} bytes" for name in other)
+    return f"traffic of the compiled program differs from the formula: {', '.join(sizes)}"
 
 
 CLOSE = 0.15

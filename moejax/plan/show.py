@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moejax.plan.text import of_bytes, of_count, of_seconds
+from moejax.plan.text import of_bytes, of_count, of_flops, of_seconds, of_state, of_tax
 
 WIDTH = 160
 """Columns of tables that go to a file or a pipe."""
@@ -38,9 +38,12 @@ def show_report(report: dict[str, Any], console: Console | None = None) -> None:
     console.print(_tensors(report["tensors"]))
     console.print(_flops(report["flops"]))
     console.print(_memory(report))
+    if report["bytes_per_parameter"]:
+        console.print(of_state(report["bytes_per_parameter"]), markup=False)
     console.print(_traffic(report))
     if "cost" in report:
         console.print(_cost(report["cost"]))
+        console.print(of_tax(report["cost"]), markup=False)
         console.print(f"{report['target']}: {report['fit']['verdict']}")
         console.print(f"largest microbatch that fits: {report['fit']['largest_microbatch']} sequences per device")
         for item in report["improvements"]:
@@ -52,6 +55,7 @@ def show_report(report: dict[str, Any], console: Console | None = None) -> None:
         compiled = report["compiled"]
         line = compiled["memory_difference"]
         console.print(f"compiled in {compiled['seconds']:.0f} s")
+        console.print(compiled["traffic_difference"], markup=False, soft_wrap=True)
         console.print(line, style="bold yellow" if line.startswith("warning") else None, markup=False, soft_wrap=True)
 
 
@@ -151,4 +155,5 @@ def _cost(cost: dict[str, Any]) -> Table:
     table.add_section()
     table.add_row("step", of_seconds(step), f"MFU {cost['mfu']:.1%}")
     table.add_row("tokens per second", of_count(cost["tokens_per_second"]), "")
+    table.add_row("peak of MFU, per device", f"{of_flops(cost['peak'])}/s", "")
     return table

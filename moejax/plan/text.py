@@ -1,6 +1,7 @@
 """Numbers as people read them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def of_bytes(count: float) -> str:
@@ -21,6 +22,25 @@ def of_seconds(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "-"
+
+
+def of_flops(count: float) -> str:
+    """Floating-point operations in decimal units, as in `7.88 GFLOP`."""
+    number, unit = _scaled(count, 1000, ("", "k", "M", "G", "T", "P", "E"))
+    return f"{number:.3g} {unit}FLOP" if abs(number) < 100 else f"{number:.0f} {unit}FLOP"
+
+
+def of_state(parts: Mapping[str, Mapping[str, float]]) -> str:
+    """One line of `bytes_per_parameter` of a report."""
+    names = {"dense": "6 + 12/D", "routed experts": "6/M_E + 12/D"}
+    found = (f"{part} {size['layout']:.2f} ({names[part]}: {size['report']:.2f})" for part, size in parts.items())
+    return f"bytes of state for each parameter, with accumulators: {', '.join(found)}; 18 if all of it is replicated"
+
+
+def of_tax(cost: Mapping[str, Any]) -> str:
+    """One line: what dominates the taxes of a step."""
+    name = cost["dominates"]
+    return f"the largest tax is {name}: {cost['tax_seconds'][name] / cost['step_seconds']:.1%} of the step"
 
 
 def _scaled(number: float, step: int, units: Sequence[str]) -> tuple[float, str]:

@@ -11,6 +11,7 @@ from moejax.plan.loss_traffic import of_loss
 from moejax.plan.moves import GATHER, REDUCE, Key, Move
 from moejax.plan.target import Target
 from moejax.plan.tensors import Tensor
+from moejax.plan.turns import counts_ahead, runs_ahead
 
 
 def step_traffic(config: Config, tensors: Sequence[Tensor], target: Target | None = None) -> list[Move]:
@@ -56,6 +57,7 @@ def _of_weight(config: Config, tensor: Tensor) -> Iterator[tuple[Key, int, int]]
     forward = 1 if mode == "step" else turns * repeat
     again = forward if repeat > 1 else 0  # XLA unrolls a loop of one turn, and keeps the weights for backward
     dtype, width = ("f32", 4) if tensor.dtype.itemsize == 4 else ("bf16", 2)
+    ahead = turns * repeat if mode != "step" and _read_ahead(config, tensor) else 0
     layout, size, times = tensor.layout, tensor.storage_size // repeat, forward
     staged = bool(layout.slots) and layout.stage_dim is not None
     if layout.slots:
@@ -67,7 +69,7 @@ def _of_weight(config: Config, tensor: Tensor) -> Iterator[tuple[Key, int, int]]
     for axes in layout.gathered:
         if axes:
             size *= config.mesh.group(axes)
-            yield (GATHER, "all-gather", dtype, axes), times + again, width * size
+            yield (GATHER, "all-gather", dtype, axes), times + again + ahead, width * size
     for axes in layout.gathered:
         if axes:
             yield (REDUCE, "reduce-scatter", "f32", axes), times, 4 * size
@@ -77,6 +79,16 @@ def _of_weight(config: Config, tensor: Tensor) -> Iterator[tuple[Key, int, int]]
     if layout.slots:
         size = tensor.storage_size
     yield (REDUCE, "all-reduce", "f32", layout.sum_axes), forward, 4 * size
+
+
+def _read_ahead(config: Config, tensor: Tensor) -> bool:
+    """Whether the forward pass that counts routes ahead reads a parameter."""
+    group, place, *_ = (*tensor.name.split("."), "")
+    if not tensor.stacked:
+        return counts_ahead(config) and group == "embed"
+    index = len(config.model.layers) if group == "mtp" else int(group.removeprefix("groups_"))
+    mixer, ffn = runs_ahead(config, index, int(place) if place.isdigit() else 0)
+    return ffn if tensor.part in ("routed experts", "shared experts", "dense FFN") else mixer
 
 
 def stacked_sums(config: Config, tensors: Sequence[Tensor]) -> frozenset[tuple[int, ...]]:

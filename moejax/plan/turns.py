@@ -20,7 +20,10 @@ class Run:
         backward: How often its backward pass runs.
         share: Parts that the sequences of a microbatch are cut into; each run has one of them.
         taken: Part of the runs that a step takes; the others stand in a branch that it leaves out.
-        merged: Whether forward and backward pass stand in one body, so that XLA repeats no plan of an exchange.
+        merged: Whether forward and backward pass stand in one body, as in a loop of one turn, which XLA unrolls: then
+            it repeats no plan of an exchange and no sum.
+        mixer_ahead: How often its mixer and its router run in the forward pass that counts routes ahead.
+        ffn_ahead: How often its FFN does.
     """
 
     spec: LayerSpec
@@ -31,6 +34,18 @@ class Run:
     share: int = 1
     taken: float = 1.0
     merged: bool = False
+    mixer_ahead: int = 0
+    ffn_ahead: int = 0
+
+    @property
+    def mixer(self) -> int:
+        """How often its mixer runs forward."""
+        return self.forward + self.mixer_ahead
+
+    @property
+    def ffn(self) -> int:
+        """How often its FFN runs forward."""
+        return self.forward + self.ffn_ahead
 
 
 def table_of(config: Config) -> Table | None:
@@ -59,13 +74,44 @@ def runs(config: Config) -> Iterator[Run]:
     forward, backward = ticks(config)
     for index, group in enumerate(config.model.layers):
         slots = plan_stages(config).per_chunk[index] if config.mesh.stage > 1 else group.repeat
+        merged = config.mesh.stage == 1 and slots == 1
         for place, spec in enumerate(group.pattern):
             last = place == len(group.pattern) - 1
-            yield Run(spec, config.remat.of(index), last, forward * slots, backward * slots)
+            ahead = [forward * slots * runs for runs in runs_ahead(config, index, place)]
+            yield Run(spec, config.remat.of(index), last, forward * slots, backward * slots, 1, 1.0, merged, *ahead)
     if modules := config.model.mtp:  # a norm comes after the layer, so it is not the last of what is recomputed
         policy, stages = config.remat.of(len(config.model.layers) - 1), config.mesh.stage
         turns, taken = modules * forward, config.train.microbatches / forward
-        yield Run(config.model.specs[-1], policy, False, turns, turns, stages, taken, merged=stages > 1)
+        ahead = [turns * runs for runs in runs_ahead(config, len(config.model.layers), 0)]
+        yield Run(
+            config.model.specs[-1], policy, False, turns, turns, stages, taken, stages > 1 or modules == 1, *ahead
+        )
+
+
+def counts_ahead(config: Config) -> bool:
+    """Whether one more forward pass counts the routes of the whole step before the first backward pass."""
+    return config.loss.balance_scope == "global_batch" and config.train.microbatches > 1
+
+
+def runs_ahead(config: Config, group: int, place: int) -> tuple[bool, bool]:
+    """Whether the forward pass that counts routes ahead runs a layer's mixer, and whether it runs its FFN.
+
+    Nothing reads what comes after the last router, so XLA leaves it out; but a loop it leaves out as a whole, or not.
+
+    Args:
+        config: The run.
+        group: Index of the layer's group; multi-token prediction is the last one.
+        place: Index in the group's pattern.
+    """
+    model = config.model
+    patterns = [spec.pattern for spec in model.layers] + ([model.specs[-1:]] if model.mtp else [])
+    repeats = [spec.repeat for spec in model.layers] + [model.mtp]
+    routers = [(i, j) for i, pattern in enumerate(patterns) for j, spec in enumerate(pattern) if spec.ffn == "moe"]
+    if not counts_ahead(config) or not routers or group > routers[-1][0]:
+        return False, False
+    if group < routers[-1][0] or repeats[group] > 1 or config.mesh.stage > 1:
+        return True, True
+    return place <= routers[-1][1], place < routers[-1][1]
 
 
 def bubble(config: Config) -> float:
