@@ -88,3 +88,17 @@ def test_roofline_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "weight reads 16x, input reads 4x, output writes 4x, hidden writes and reads 1x" in out
     assert len(read(tmp_path / "roofline.csv")) == 13
     assert (tmp_path / "roofline.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["roofline", "--top-k", "0"], "0: must be a whole number greater than zero"),
+        (["roofline", "--experts", "4", "--top-k", "8"], "--top-k=8: must be at most --experts=4"),
+        (["capacity", CONFIG, "--steps", "x"], "x: must be a whole number greater than zero"),
+        (["accumulation", CONFIG, "--microbatches", "2", "-1"], "-1: must be a whole number greater than zero"),
+    ],
+)
+def test_bad_numbers_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err

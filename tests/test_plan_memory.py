@@ -10,6 +10,7 @@ from moejax.plan.activations import layer_bytes
 from moejax.plan.compile import Compiled, compile_step
 from moejax.plan.memory import memory
 from moejax.plan.report import make_report
+from moejax.plan.search import HEADROOM, evaluate, largest_microbatch
 from moejax.plan.show import show_report
 from moejax.plan.target import read_target
 from moejax.plan.tensors import tensors
@@ -85,3 +86,14 @@ def test_a_large_difference_is_a_warning(times: float, line: str, capsys: pytest
 def test_layers_of_a_sharded_vocabulary_are_measured():
     whole, sharded = (layer_bytes(configuration(MeshConfig(model=m), EXPERTS, "full"))[0] for m in (1, 2))
     assert whole / 2 < sharded < whole
+
+
+def test_largest_microbatch_fits_and_one_sequence_more_does_not() -> None:
+    run, target = tiny.config(2, 4, 2), read_target("h200x8")
+
+    def peak(rows: int) -> int:
+        return evaluate(dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=16 * rows)), target).peak
+
+    room = dataclasses.replace(target, memory=(peak(11) + peak(12)) / 2 / HEADROOM)
+    assert largest_microbatch(run, room) == 11
+    assert largest_microbatch(run, dataclasses.replace(target, memory=peak(1) / 2)) == 0

@@ -199,7 +199,7 @@ def test_search_ranks_layouts_of_the_same_batch() -> None:
 def test_chips_change_replicas_and_keep_the_work_of_each() -> None:
     run = with_devices(tiny.config(2, 4), 64)
     assert (run.mesh.data, run.mesh.expert, run.data.batch_size) == (16, 4, 256)
-    with pytest.raises(UserError, match="multiple of 4"):
+    with pytest.raises(UserError, match="positive multiple of 4"):
         with_devices(tiny.config(2, 4), 6)
 
 
@@ -220,7 +220,7 @@ def test_command_writes_json_and_page(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--compile"], "--compile: needs a machine"),
         (["--target", "h100"], "did you mean 'h100x8'"),
-        (["--target", "v5p", "--chips", "7", "--mesh.expert=2"], "--chips=7: must be a multiple of 2"),
+        (["--target", "v5p", "--chips", "7", "--mesh.expert=2"], "--chips=7: must be a positive multiple of 2"),
     ],
 )
 def test_bad_arguments_are_one_line(

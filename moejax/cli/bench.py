@@ -32,27 +32,20 @@ def register(subparsers: Any) -> None:
         "matmul of equal FLOPs. Writes kernels.csv and kernels.png; with --tune a table of the best tiles.",
         epilog="example: moejax bench kernels --rows 64 256 --out bench",
     )
-    kernels.add_argument("--rows", type=_positive, nargs="+", default=ROWS, help="rows per expert")
-    kernels.add_argument("--groups", type=_positive, help="experts")
-    kernels.add_argument("--width", type=_positive, help="model width D")
-    kernels.add_argument("--hidden", type=_positive, help="expert width F")
+    kernels.add_argument("--rows", type=bench_figures.positive, nargs="+", default=ROWS, help="rows per expert")
+    kernels.add_argument("--groups", type=bench_figures.positive, help="experts")
+    kernels.add_argument("--width", type=bench_figures.positive, help="model width D")
+    kernels.add_argument("--hidden", type=bench_figures.positive, help="expert width F")
     kernels.add_argument("--dtype", choices=("float32", "bfloat16"), help="type of the operands")
     kernels.add_argument("--loads", nargs="+", choices=("uniform", "skewed"), default=["uniform", "skewed"])
     kernels.add_argument("--backends", nargs="+", help="backends beside the table's choice (default: all that can run)")
-    kernels.add_argument("--rounds", type=_positive, help="rounds of measurement, at most")
+    kernels.add_argument("--rounds", type=bench_figures.positive, help="rounds of measurement, at most")
     kernels.add_argument("--seconds", type=float, help="time per direction after which no round is added")
     kernels.add_argument("--limit", type=float, help="seconds after which nothing more is begun (CPU: 150)")
     kernels.add_argument("--out", default="bench", help="folder of the results (default: bench)")
     kernels.add_argument("--tune", action="store_true", help="measure tiles instead, and write kernel-table.json")
     kernels.set_defaults(run=run)
     bench_figures.register(kinds)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be greater than zero")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

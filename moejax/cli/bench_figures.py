@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moejax.cli.main import add_config_arguments, config_from
+from moejax.errors import UserError
 
 if TYPE_CHECKING:
     from moejax.plan.figures import Row
@@ -27,7 +28,7 @@ def register(kinds: Any) -> None:
         ("--width", 4096, "model width"),
         ("--hidden", 4096, "hidden width of an expert"),
     ):
-        roofline.add_argument(flag, type=int, default=value, help=f"{text} (default: {value})")
+        roofline.add_argument(flag, type=positive, default=value, help=f"{text} (default: {value})")
     roofline.add_argument("--target", default="b300x8", help="machine (default: b300x8)")
     roofline.add_argument("--out", default="bench", help="folder of the results (default: bench)")
     roofline.set_defaults(run=run_roofline)
@@ -59,11 +60,18 @@ def _add_experiment(
     parser = kinds.add_parser(name, help=text, description=description + more, epilog=example)
     add_config_arguments(parser)
     flag, values, what = over
-    parser.add_argument(flag, type=int, nargs="+", default=values, help=f"{what} (default: {values})")
+    parser.add_argument(flag, type=positive, nargs="+", default=values, help=f"{what} (default: {values})")
     parser.add_argument("--target", help="plan for this machine instead of measuring on this one")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each point (default: 5)")
+    parser.add_argument("--steps", type=positive, default=5, help="measured steps of each point (default: 5)")
     parser.add_argument("--out", default="bench", help="folder of the results (default: bench)")
     parser.set_defaults(run=run)
+
+
+def positive(text: str) -> int:
+    """A whole number greater than zero, from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number greater than zero")
+    return int(text)
 
 
 def run_roofline(args: argparse.Namespace) -> int:
@@ -74,6 +82,8 @@ def run_roofline(args: argparse.Namespace) -> int:
     from moejax.plan.svg import lines
     from moejax.plan.target import read_target
 
+    if args.top_k > args.experts:
+        raise UserError(f"--top-k={args.top_k}: must be at most --experts={args.experts}")
     balance = read_target(args.target).balance
     pair = Pair(args.top_k, args.width, args.hidden, args.experts)
     dense = Pair(args.top_k, args.width, args.hidden)

@@ -9,7 +9,7 @@ from moejax.nn.ring_attention import Ring
 from moejax.plan.exchange import Found, exchange_sizes
 from moejax.plan.loss_traffic import statistics
 from moejax.plan.moves import CONTEXT_CLASS, PIPELINE, TENSOR, VOCABULARY
-from moejax.plan.turns import Run, counts_ahead, runs, table_of, ticks
+from moejax.plan.turns import Run, counts_ahead, runs, runs_ahead, table_of, ticks
 from moejax.sharding import compute_axes
 
 
@@ -28,9 +28,12 @@ def of_axes(config: Config) -> Iterator[Found]:
         before = forward if counts_ahead(config) else 0
         yield key, before + (forward + backward if stages > 1 else forward), segments, None
         if modules:  # tokens, targets and documents at the end of a shard look into the next one
-            yield key, modules * forward, segments // stages, round(segments // stages * taken)
-            ahead = 4 * 3 * rows(config) * modules
-            yield (CONTEXT_CLASS, "collective-permute", "s32", (CONTEXT,)), forward, ahead, round(ahead * taken)
+            passes = 1 + runs_ahead(config, len(config.model.layers), 0)[0]
+            policy = config.remat.of(len(config.model.layers) - 1)
+            passes_of_documents = passes + (modules > 1 and policy != "none")  # in the loop over modules, so again
+            yield key, passes_of_documents * modules * forward, segments // stages, round(segments // stages * taken)
+            ahead, key = 4 * 3 * rows(config) * modules, (CONTEXT_CLASS, "collective-permute", "s32", (CONTEXT,))
+            yield key, passes * forward, ahead, round(ahead * taken)
 
 
 def rows(config: Config) -> int:
@@ -86,10 +89,13 @@ def _vocabulary(config: Config) -> Iterator[Found]:
                     yield move((STAGE,), forward, 4 * modules * numbers, of)
     if not axes:
         return
-    for ahead in filter(None, (1, config.model.mtp)):  # the model itself; all modules of multi-token prediction at once
+    twice = (counts_ahead(config), runs_ahead(config, len(config.model.layers), 0)[0])
+    for ahead, again in zip((1, config.model.mtp), twice, strict=True):  # the model; all modules ahead of it at once
+        if ahead == 0:
+            continue
         chunk = min(CHUNK, ahead * tokens)
         chunks = -(-ahead * tokens // chunk)
-        yield move(axes, (2 if counts_ahead(config) else 1) * forward, ahead * hidden)
+        yield move(axes, (1 + again) * forward, ahead * hidden)
         yield move(axes, chunks * forward, chunk * config.model.d_model * width)
         yield move(axes, chunks * forward, chunk * 4, "f32")
         yield move(axes, chunks * forward, chunk * 2 * 4, "f32")

@@ -74,7 +74,9 @@ def with_devices(config: Config, devices: int) -> Config:
     """
     others = config.mesh.size // config.mesh.data
     if devices < 1 or devices % others:
-        raise UserError(f"--chips={devices}: must be a multiple of {others}, the product of the other mesh axes")
+        raise UserError(
+            f"--chips={devices}: must be a positive multiple of {others}, the product of the other mesh axes"
+        )
     data = devices // others
     batch = config.data.batch_size // config.mesh.data * data
     mesh = dataclasses.replace(config.mesh, data=data)

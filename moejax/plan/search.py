@@ -182,17 +182,29 @@ def _deeper(config: Config) -> Iterator[dict[str, object]]:
 
 
 def largest_microbatch(config: Config, target: Target) -> int:
-    """Sequences of the largest microbatch on one device that fits; 0 if none does."""
-    shards = config.mesh.data * config.mesh.expert
-    best = 0
-    for rows in _powers(1 << 16):
-        changes: dict[str, object] = {"data.batch_size": rows * shards, "train.microbatches": 1}
-        other = changed(config, changes)
-        if other is None:  # too few for stages to share multi-token prediction
-            continue
-        if not evaluate(other, target).fits:
-            break
-        best = rows
+    """Sequences of the largest microbatch on one device that fits, as many microbatches as now; 0 if none does.
+
+    In a pipeline, where each size is traced by itself, the largest power of two.
+    """
+    shards = config.mesh.data * config.mesh.expert * config.train.microbatches
+
+    def sized(rows: int) -> Config | None:
+        return changed(config, {"data.batch_size": rows * shards})
+
+    def fits(rows: int) -> bool:
+        other = sized(rows)
+        return other is not None and evaluate(other, target).fits
+
+    first = next(filter(sized, _powers(1 << 16)), None)  # stages share multi-token prediction by sequences
+    if first is None or not fits(first):
+        return 0
+    best = first
+    while best < 1 << 16 and fits(2 * best):
+        best *= 2
+    step = best // 2 if config.mesh.stage == 1 else 0
+    while step >= first:
+        best += step if fits(best + step) else 0
+        step //= 2
     return best
 
 
