@@ -1,11 +1,14 @@
 """The expert FFN against float64: gathered rows, route weights, every activation, and NaN where nothing is used."""
 
+import dataclasses
+
 import jax
 import kernels_oracle as oracle
 import numpy as np
 import pytest
 
 from moejax.kernels import Kernel, Tiles, expert_ffn
+from moejax.kernels.gpu_ffn import fit
 from moejax.nn.activations import ACTIVATIONS, num_inner
 
 T, M, D, F, G = 40, 90, 40, 24, 5
@@ -114,6 +117,20 @@ def test_result_and_gradients(kernel, activation, gather, scaled):
             assert oracle.relative_error(d_tokens, want_tokens) < bound, name
         else:
             assert oracle.worst_row_group(d_tokens, d_x, sizes) < bound, name
+
+
+@pytest.mark.parametrize(
+    ("tiles", "blocks", "cols"),
+    [
+        (Tiles(128, 128, 64, 8), 2, 128),
+        (Tiles(128, 128, 64, 4), 2, 64),
+        (Tiles(128, 256, 64, 8), 2, 128),
+        (Tiles(128, 256, 64, 8), 1, 256),
+        (Tiles(64, 128, 64, 4), 2, 128),
+    ],
+)
+def test_tiles_tuned_for_a_matmul_fit_the_registers_of_the_fused_kernels(tiles, blocks, cols):
+    assert fit(tiles, blocks) == dataclasses.replace(tiles, cols=cols)
 
 
 @pytest.mark.parametrize(

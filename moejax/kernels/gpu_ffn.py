@@ -6,6 +6,7 @@ the hidden rows is never written either: the kernel that makes it ends with the 
 writes the hidden rows, which the weight gradient of the down projection reads.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -30,6 +31,16 @@ from moejax.kernels.varying import output_type, vary_like
 from moejax.varying import varying_axes
 
 _TILES = Tiles(rows=128, cols=128, depth=64, warps=8, stages=3)  # two accumulators; four warps spill registers
+
+_REGISTERS = 128  # of the 255 of a thread, for float32 blocks; two fit at 128x128 and eight warps
+
+
+def fit(tiles: Tiles, blocks: int) -> Tiles:
+    """Tiles of a matmul for a kernel that holds `blocks` float32 blocks at once: fewer columns, or registers spill."""
+    cols = tiles.cols
+    while blocks * tiles.rows * cols > _REGISTERS * 32 * tiles.warps and cols > 16:
+        cols //= 2
+    return dataclasses.replace(tiles, cols=cols)
 
 
 def _hidden_kernel(table_ref, x_ref, w_ref, *refs, activation, tiles, shape, gather: bool, scaled: bool, reverse: bool):
@@ -108,8 +119,8 @@ def hidden_rows(
     Returns:
         [M, F] and [M, g F] of the type of lhs; past the sum of sizes the second is zero, the first may be anything.
     """
-    tiles = kernel.tiles or _TILES
     groups, k, inner, f = up.shape
+    tiles = fit(kernel.tiles or _TILES, inner)
     m = lhs.shape[0] if index is None else index.shape[0]
     table = tile_table(group_sizes, m, tiles.rows)
     args = vary_like(table, lhs, up.reshape(groups, k, -1), *(a for a in (index, scale) if a is not None))
@@ -187,7 +198,7 @@ def hidden_gradients(
         [M, F] and [M, g F] of the type of grad, float32 [M] or None; past the sum of sizes the last is zero, the
         others may be anything.
     """
-    tiles = kernel.tiles or _TILES
+    tiles = fit(kernel.tiles or _TILES, 2)
     (m, k), (groups, f, _) = grad.shape, down.shape
     table = tile_table(group_sizes, m, tiles.rows)
     args = vary_like(table, grad, down, pre, *(() if scale is None else (scale,)))
