@@ -132,6 +132,21 @@ def test_float16(backend):
     assert oracle.worst_weight_group(grad_rhs, oracle.wgrad(lhs, grad, sizes), sizes) < 5e-4
 
 
+@pytest.mark.parametrize("backend", ["reference", "xla", "padded", "gpu", "tpu"])
+def test_float32_is_multiplied_as_float32(backend):
+    """GPUs and TPUs round float32 operands unless they are told not to; a CPU does not show it."""
+    kernel = Kernel(backend, interpret=backend in ("gpu", "tpu"))
+
+    def products(lhs, rhs):
+        return jax.vjp(lambda x, w: grouped_matmul(x, w, SIZES, backend=kernel), lhs, rhs)[1](jnp.ones((6, 3)))
+
+    names = ("dot_general[", "ragged_dot_general[")
+    lines = [line for line in str(jax.make_jaxpr(products)(LHS, RHS)).split("= ") if line.startswith(names)]
+    assert len(lines) >= 2
+    for line in lines:
+        assert "Precision.HIGHEST" in line.partition("] ")[0], line
+
+
 def test_padded_drops_rows_beyond_its_bound():
     lhs, rhs = jnp.ones((6, 4)), jnp.ones((2, 4, 3))
     out = grouped_matmul(lhs, rhs, jnp.array([4, 2]), backend=Kernel("padded", max_group_size=3))

@@ -76,6 +76,19 @@ def test_tiles_that_do_not_compile_are_left_out(monkeypatch):
         tune.tune([case], "gpu", 1, 0.01)
 
 
+def test_classes_of_rows_meet_at_their_geometric_mean(monkeypatch):
+    small, large = Tiles(rows=8), Tiles(rows=32)
+    monkeypatch.setattr(tune, "_best", lambda case, direction, *_: small if case.rows < 1000 else large)
+    monkeypatch.setattr(tune, "operands", lambda case: {})
+    cases = [bench.Case(rows, 2, 8, 8, "float32", "uniform") for rows in (4000, 10, 250)]
+    found = tune.tune(cases, "cpu", 1, 0.01)
+    classes = [(entry.direction, entry.min_rows, entry.max_rows, entry.tiles) for entry in found]
+    expected = [(None, 1000, small), (1000, None, large)]
+    assert classes == [(name, *rest) for name in ("forward", "dgrad", "wgrad") for rest in expected]
+    late = tune.tune(cases, "cpu", 1, 0.01, deadline=0.0)  # the first class alone, open to both sides
+    assert [(entry.min_rows, entry.max_rows) for entry in late] == [(None, None)] * 3
+
+
 def test_tuned_table_is_used(tmp_path, monkeypatch):
     arguments = ["bench", "kernels", "--tune", "--rows", "4", "64", *SMALL, "--out", str(tmp_path)]
     assert main(arguments) == 0

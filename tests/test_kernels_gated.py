@@ -119,6 +119,39 @@ def test_result_and_gradients(kernel, activation, gather, scaled):
             assert oracle.worst_row_group(d_tokens, d_x, sizes) < bound, name
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "gpu"])
+def test_bfloat16_and_many_rows_of_one_token(kernel):
+    """What a step keeps is rounded to bfloat16; activations, and the sum over a token's 60 rows, are float32."""
+    rng = np.random.default_rng(1)
+    x, up, down = (rng.standard_normal(s) / f for s, f in (((T, D), 1), ((G, D, 2, F), 6), ((G, F, D), 5)))
+    x, up, down, grad = (oracle.round_to(a, "bfloat16") for a in (x, up, down, rng.standard_normal((M, D)) + 0.5))
+    scale = rng.random(M).astype(np.float32)
+    index = np.where(np.arange(M) % 3, 7, rng.integers(0, T, M)).astype(np.int32)
+    sizes = np.array([31, 0, 20, 1, 38], np.int32)
+
+    @jax.jit
+    def run(x, up, down, scale, grad):
+        def ffn(x, up, down, scale):
+            swiglu = ACTIVATIONS["swiglu"]
+            return expert_ffn(x, up, down, sizes, scale, index, activation=swiglu, backend=KERNELS[kernel])
+
+        out, pullback = jax.vjp(ffn, x, up, down, scale)
+        return out, *pullback(grad)
+
+    out, d_x, d_up, d_down, d_scale = run(x, up, down, scale, grad)
+    f64 = [a.astype(np.float64) for a in (x[index], up, down)]
+    want, rows, want_up, want_down, summands = _oracle("swiglu", *f64, sizes, scale, grad.astype(np.float64))
+    want_x = np.zeros((T, D))
+    np.add.at(want_x, index, rows)
+    assert {a.dtype.name for a in (out, d_x, d_up, d_down)} == {"bfloat16"}
+    assert oracle.worst_row_group(out, want, sizes) < 6e-3
+    assert oracle.worst_weight_group(d_up, want_up, sizes) < 6e-3
+    assert oracle.worst_weight_group(d_down, want_down, sizes) < 6e-3
+    assert oracle.relative_error(d_x, want_x) < 6e-3
+    assert oracle.relative_error(d_x[7], want_x[7]) < 4e-3
+    assert oracle.relative_error(d_scale, summands.sum(1)) < 6e-3
+
+
 @pytest.mark.parametrize(
     ("tiles", "blocks", "cols"),
     [

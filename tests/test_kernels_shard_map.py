@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moejax.kernels import grouped_matmul, vary_like
+from moejax.kernels import Kernel, dispatch, grouped_matmul, vary_like
 
 LAYERS, ROWS, WIDTH, HIDDEN, GROUPS = 2, 40, 12, 20, 6  # rows per device; groups over two devices
 
@@ -47,7 +47,7 @@ def _oracle(x, w1, w2, sizes):
     return (x * x).sum(), grad, g1, g2
 
 
-@pytest.mark.parametrize("backend", ["cpu", "xla", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "xla", "padded", "reference"])
 def test_gradients_in_checked_shard_map(backend):
     mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     rng = np.random.default_rng(1)
@@ -82,6 +82,25 @@ def test_gradients_in_checked_shard_map(backend):
     assert oracle.relative_error(loss, want_loss) < 2e-6
     assert oracle.relative_error(g1, want1) < 2e-6  # the sum over `data` comes from the cast's transpose
     assert oracle.relative_error(g2, want2) < 2e-6
+
+
+@pytest.mark.parametrize("backend", ["cpu", "xla", "padded", "reference"])
+def test_weight_gradients_are_added_to_an_accumulator_that_all_devices_share(backend):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(2)
+    x, dy = (rng.standard_normal((2 * ROWS, width)).astype(np.float32) for width in (WIDTH, HIDDEN))
+    old = rng.standard_normal((GROUPS, WIDTH, HIDDEN)).astype(np.float32)
+    sizes = np.array([[5, 0, 9, 2, 3, 1], [7, 7, 7, 7, 7, 5]], np.int32)
+
+    def device(x, dy, sizes, old):
+        return dispatch.wgrad(x, dy, sizes[0], kernel=Kernel(backend), accumulator=old)[None]
+
+    specs = P("data"), P("data"), P("data"), P()
+    mapped = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=True)
+    got = jax.jit(mapped)(x, dy, sizes, old)
+    for i in range(2):
+        rows = slice(i * ROWS, (i + 1) * ROWS)
+        assert oracle.relative_error(got[i], old + oracle.wgrad(x[rows], dy[rows], sizes[i])) < 1e-6
 
 
 def test_vary_like_outside_a_manual_region_is_the_identity():
