@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import kernels_oracle as oracle
 import numpy as np
 import pytest
@@ -128,12 +129,13 @@ def test_bfloat16_and_many_rows_of_one_token(kernel):
     scale = rng.random(M).astype(np.float32)
     index = np.where(np.arange(M) % 3, 7, rng.integers(0, T, M)).astype(np.int32)
     sizes = np.array([31, 0, 20, 1, 38], np.int32)
+    sizes_G, at = jnp.asarray(sizes), jnp.asarray(index)
 
     @jax.jit
     def run(x, up, down, scale, grad):
         def ffn(x, up, down, scale):
             swiglu = ACTIVATIONS["swiglu"]
-            return expert_ffn(x, up, down, sizes, scale, index, activation=swiglu, backend=KERNELS[kernel])
+            return expert_ffn(x, up, down, sizes_G, scale, at, activation=swiglu, backend=KERNELS[kernel])
 
         out, pullback = jax.vjp(ffn, x, up, down, scale)
         return out, *pullback(grad)

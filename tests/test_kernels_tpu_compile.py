@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'moejax[tpu]' (137 MB)"
 )
 
-SHAPES = [(16384, 2048, 1024, 8), (131072, 7168, 2048, 256), (16000, 2000, 1000, 16)]  # M, K, N, G
+# M, K, N, G: the ends of what is promised; the largest weights have 7.5 * 2**30 numbers, past any 32-bit offset
+SHAPES = [(16384, 2048, 1024, 8), (131072, 7168, 4096, 256), (16000, 2000, 1000, 16)]
 
 
 @functools.cache
@@ -51,7 +52,7 @@ def _compile(name: str, shape: tuple[int, int, int, int], backend) -> int:
         compiled = jax.jit(mapped).lower(*args).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None
-    assert text.count("tpu_custom_call") >= 3
+    assert backend is None or text.count("tpu_custom_call") >= 3
     assert memory is not None
     return memory.temp_size_in_bytes
 
@@ -64,6 +65,12 @@ def test_all_directions_compile_without_scratch_that_grows(chip, shape):
     # the compiler copies an argument whose dims are no multiples of its own tiles into padded ones
     operands = 2 * (m * k + groups * k * n + m * n)
     assert _compile(chip, shape, Kernel("tpu")) < (16 << 20 if aligned else 1.2 * operands)
+
+
+def test_native_ragged_dot_has_no_scratch_that_grows():
+    """What the table chooses on v5p: the weight gradient is not made in float32 first."""
+    found = [_compile("v5p:2x2x1", shape, None) for shape in ((16384, 2048, 1024, 8), (16384, 2048, 1024, 128))]
+    assert found[1] < found[0] + (1 << 20)
 
 
 def test_table_chooses_by_target():

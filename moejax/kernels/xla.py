@@ -23,20 +23,20 @@ def gmm(call: Product, kernel: Kernel) -> jax.Array:
         rhs_group_dimensions=[0],
     )
     out = lax.ragged_dot_general(
-        _mask(lhs, group_sizes), rhs, group_sizes, dims, precision(lhs.dtype), preferred_element_type=jnp.float32
+        _mask(lhs, group_sizes), rhs, group_sizes, dims, precision(lhs.dtype), preferred_element_type=out_dtype
     )
-    return _mask(out, group_sizes).astype(out_dtype)
+    return _mask(out, group_sizes)
 
 
 def wgrad(call: WeightGradient, kernel: Kernel) -> jax.Array:
     """The weight gradient, [G, K, N]."""
     del kernel
-    lhs, grad, group_sizes, _, _ = call
+    lhs, grad, group_sizes, out_dtype, _ = call
     dims = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
     lhs, grad = _mask(lhs, group_sizes), _mask(grad, group_sizes)
-    total = lax.ragged_dot_general(
-        lhs, grad, group_sizes, dims, precision(lhs.dtype), preferred_element_type=jnp.float32
+    total = lax.ragged_dot_general(  # sums are float32 inside; in the result they would be memory that grows with G
+        lhs, grad, group_sizes, dims, precision(lhs.dtype), preferred_element_type=out_dtype
     )
     return call.result(total)
