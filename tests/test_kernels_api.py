@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.errors import UserError
-from moejax.kernels import Backends, Kernel, dispatch, expert_ffn, grouped_matmul
+from moejax.kernels import Backends, Kernel, dispatch, expert_ffn, grouped_matmul, grouped_wgrad
 
 LHS, RHS, SIZES = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 3])
 
@@ -55,6 +55,39 @@ def test_wrong_accumulators(backend):
             dispatch.wgrad(LHS, LHS, SIZES, kernel=kernel, accumulator=jnp.zeros(shape))
     with pytest.raises(ValueError, match="wgrad: shapes do not fit"):
         dispatch.wgrad(LHS, LHS[:5], SIZES, kernel=kernel)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weight_gradients_of_microbatches_are_summed_in_float32(dtype):
+    """By the table's kernel, into the caller's donated memory; alone it is that of `grouped_matmul`."""
+    rng = np.random.default_rng(3)
+    sizes = np.array([[9, 0, 20], [0, 11, 3]], np.int32)
+    lhs, grad = (oracle.round_to(rng.standard_normal(s), dtype) for s in ((2, 30, 8), (2, 30, 5)))
+    add = jax.jit(lambda x, dy, sizes, total: grouped_wgrad(x, dy, sizes, accumulator=total), donate_argnums=3)
+    total = jnp.zeros((3, 8, 5))
+    for part in range(2):
+        before = total
+        total = add(lhs[part], grad[part], sizes[part], total)
+        assert before.is_deleted()
+    want = np.sum([oracle.wgrad(lhs[i], grad[i], sizes[i]) for i in range(2)], axis=0)
+    assert total.dtype == jnp.float32
+    assert max(map(oracle.relative_error, total, want)) < 1e-6
+    one = jnp.asarray(sizes[0])
+    _, pullback = jax.vjp(lambda w: grouped_matmul(jnp.asarray(lhs[0]), w, one), jnp.ones((3, 8, 5), dtype))
+    alone = grouped_wgrad(jnp.asarray(lhs[0]), jnp.asarray(grad[0]), one)
+    np.testing.assert_array_equal(alone, pullback(jnp.asarray(grad[0]))[0])
+
+
+def test_weight_gradients_that_do_not_fit():
+    for error, arguments in (
+        (ValueError, (LHS, LHS[0], SIZES)),
+        (ValueError, (LHS, LHS[:5], SIZES)),
+        (TypeError, (LHS, LHS.astype(jnp.bfloat16), SIZES)),
+        (TypeError, (LHS.astype(jnp.int32), LHS.astype(jnp.int32), SIZES)),
+        (TypeError, (LHS, LHS, SIZES.astype(jnp.float32))),
+    ):
+        with pytest.raises(error, match="do not fit"):
+            grouped_wgrad(*arguments)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "xla", "padded", "gpu", "tpu"])

@@ -1,7 +1,7 @@
 """Grouped matmul and its gradients, on every platform, against one oracle; the same in MXFP8."""
 
 from moejax.kernels.ffn import expert_ffn
-from moejax.kernels.grouped import grouped_matmul
+from moejax.kernels.grouped import grouped_matmul, grouped_wgrad
 from moejax.kernels.kernel import BACKENDS, Backends, Kernel, Tiles
 from moejax.kernels.mx_matmul import MXOptions, mx_grouped_matmul, mx_matmul
 from moejax.kernels.mx_weight import MXWeight, merge, quantize_weight, split_constants
@@ -20,6 +20,7 @@ __all__ = [
     "dequantize",
     "expert_ffn",
     "grouped_matmul",
+    "grouped_wgrad",
     "merge",
     "mx_grouped_matmul",
     "mx_matmul",

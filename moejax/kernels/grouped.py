@@ -59,6 +59,40 @@ def grouped_matmul(
     return _grouped_matmul(lhs, rhs, group_sizes, backends, transpose_rhs, out_dtype)
 
 
+def grouped_wgrad(
+    lhs: jax.Array,
+    grad: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    backend: str | Kernel | Backends | None = None,
+    accumulator: jax.Array | None = None,
+) -> jax.Array:
+    """Weight gradient alone, for callers that sum it over microbatches: each group's lhs^T grad, without a gradient.
+
+    Args:
+        lhs: Rows, [M, K].
+        grad: Gradient of the result, [M, N], of the type of `lhs`.
+        group_sizes: As in `grouped_matmul`.
+        backend: As in `grouped_matmul`; its kernel for `wgrad` is used.
+        accumulator: float32 [G, K, N] to which the sums are added; in place if the caller's jit donates it.
+
+    Returns:
+        [G, K, N]; float32 with an accumulator, else of the type of `lhs`. Sums are float32.
+
+    Raises:
+        ValueError: Shapes that do not fit. TypeError: Types that do not fit. UserError: As in `grouped_matmul`.
+    """
+    if lhs.ndim != 2 or grad.ndim != 2 or group_sizes.ndim != 1:
+        raise ValueError(f"grouped_wgrad: shapes do not fit: {lhs.shape=} {grad.shape=} {group_sizes.shape=}")
+    known = lhs.dtype == grad.dtype and lhs.dtype.name in OPERAND_TYPES
+    if not known or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"grouped_wgrad: types do not fit: {lhs.dtype=} {grad.dtype=} {group_sizes.dtype=}")
+    kernel = table.backends(backend, lhs.dtype, lhs.shape[0], group_sizes.shape[0]).wgrad
+    axes = varying_axes(lhs, grad, group_sizes)
+    lhs, grad, group_sizes = (vary(a, axes) for a in (lhs, grad, group_sizes.astype(jnp.int32)))
+    return dispatch.wgrad(lhs, grad, group_sizes, kernel=kernel, accumulator=accumulator)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _grouped_matmul(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, backends: Backends, transpose_rhs: bool, dtype: jnp.dtype
