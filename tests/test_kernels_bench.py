@@ -54,7 +54,18 @@ def test_nothing_is_begun_after_the_limit(tmp_path, capsys, monkeypatch):
 
 def test_cpu_measures_all_rows_within_three_minutes():
     assert (min(ROWS), max(ROWS)) == (16, 32768)
-    assert PRESETS["cpu"][-1] < 180
+    assert PRESETS["cpu"][-1] <= 120  # what has begun may take half a minute more, on a busy machine
+
+
+def test_long_calls_are_timed_once():
+    calls = []
+
+    def slow(data):
+        calls.append(1)
+        time.sleep(0.05)
+
+    bench.timed({"slow": slow}, None, 9, 0.001)
+    assert len(calls) == 3  # to compile, to size the batch, and one round
 
 
 def test_a_candidate_that_fails_is_left_out():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ROWS = (16, 64, 256, 1024, 4096, 32768)
 PRESETS = {  # experts, D, F, dtype, rounds, seconds per direction, seconds in all
-    "cpu": (8, 128, 128, "float32", 9, 0.3, 150.0),
+    "cpu": (8, 128, 128, "float32", 9, 0.3, 120.0),
     "gpu": (8, 2048, 1024, "bfloat16", 20, 1.0, math.inf),
     "tpu": (8, 2048, 1024, "bfloat16", 20, 1.0, math.inf),
 }
@@ -41,7 +41,7 @@ def register(subparsers: Any) -> None:
     kernels.add_argument("--backends", nargs="+", help="backends beside the table's choice (default: all that can run)")
     kernels.add_argument("--rounds", type=bench_figures.positive, help="rounds of measurement, at most")
     kernels.add_argument("--seconds", type=float, help="time per direction after which no round is added")
-    kernels.add_argument("--limit", type=float, help="seconds after which nothing more is begun (CPU: 150)")
+    kernels.add_argument("--limit", type=float, help="seconds after which nothing more is begun (CPU: 120)")
     kernels.add_argument("--out", default="bench", help="folder of the results (default: bench)")
     kernels.add_argument("--tune", action="store_true", help="measure tiles instead, and write kernel-table.json")
     kernels.set_defaults(run=run)
