@@ -78,6 +78,8 @@ def test_command(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> N
     assert "rho_H 1.250" in capsys.readouterr().out
     assert main(["compare", *runs, "--loss", "0.5"]) == 2
     assert "not reached by both" in capsys.readouterr().err
+    assert main(["compare", *runs, "--smooth", "0"]) == 2
+    assert "--smooth=0: must be at least 1" in capsys.readouterr().err
 
 
 def test_no_run_is_a_user_error(tmp_path: Path) -> None:

@@ -34,9 +34,10 @@ FLAT = MeshConfig(data=2, expert=4)
 def configuration(
     scope: str, layers=TWO, mesh: MeshConfig = FLAT, gather: str = "step", mtp: int = 0, turns: int = 4, **sections
 ) -> Config:
+    moe = dataclasses.replace(tiny.MODEL.moe, selection_bias=scope == "sequence_unbiased")
     run = tiny.config(
         microbatches=turns,
-        model=dataclasses.replace(tiny.MODEL, layers=layers, mtp=mtp),
+        model=dataclasses.replace(tiny.MODEL, layers=layers, mtp=mtp, moe=moe),
         loss=LossConfig(balance_scope=scope),  # type: ignore[arg-type]
         weights=WeightsConfig(gather),  # type: ignore[arg-type]
     )
@@ -83,6 +84,10 @@ CASES = [
     (configuration("synchronized", mesh=STAGES, mtp=2), DEEP),
     (configuration("accumulated", mesh=CONTEXT), {CONTEXT_CLASS}),
     (configuration("accumulated", mesh=STAGES), DEEP),
+    (configuration("global_batch", mesh=STAGES, mtp=1), DEEP),
+    (configuration("global_batch", mesh=CONTEXT, mtp=2), {CONTEXT_CLASS}),
+    (configuration("sequence", mesh=CONTEXT, mtp=2, remat=FULL), {CONTEXT_CLASS}),
+    (configuration("sequence_unbiased", mesh=CONTEXT), {CONTEXT_CLASS}),
 ]
 
 

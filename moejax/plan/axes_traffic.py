@@ -85,20 +85,25 @@ def _vocabulary(config: Config) -> Iterator[Found]:
             for ahead in (modules, 1, modules):
                 yield move((STAGE,), forward, ahead * hidden)
             if config.model.specs[-1].ffn == "moe":  # statistics of their routers
-                for of, numbers in statistics(config):
+                for of, numbers in statistics(config, summed=False):
                     yield move((STAGE,), forward, 4 * modules * numbers, of)
+    ahead = (counts_ahead(config), runs_ahead(config, len(config.model.layers), 0)[0])
+    waits = config.mesh.stage > 1 and ahead[1]  # modules wait for the loss of the model, so it is there too
+    if waits:
+        yield move((STAGE,), forward, hidden)
+        yield move((STAGE,), forward, 4 * config.model.mtp * config.model.moe.num_experts, "s32")
     if not axes:
         return
-    twice = (counts_ahead(config), runs_ahead(config, len(config.model.layers), 0)[0])
-    for ahead, again in zip((1, config.model.mtp), twice, strict=True):  # the model; all modules ahead of it at once
-        if ahead == 0:
+    for place, modules in enumerate((1, config.model.mtp)):  # the model, and all modules at once
+        if modules == 0:
             continue
-        chunk = min(CHUNK, ahead * tokens)
-        chunks = -(-ahead * tokens // chunk)
-        yield move(axes, (1 + again) * forward, ahead * hidden)
+        chunk = min(CHUNK, modules * tokens)
+        chunks = -(-modules * tokens // chunk)
+        losses = 1 + (place == 0 and waits)
+        yield move(axes, (1 + ahead[place]) * forward, modules * hidden)
         yield move(axes, chunks * forward, chunk * config.model.d_model * width)
-        yield move(axes, chunks * forward, chunk * 4, "f32")
-        yield move(axes, chunks * forward, chunk * 2 * 4, "f32")
+        yield move(axes, losses * chunks * forward, chunk * 4, "f32")
+        yield move(axes, losses * chunks * forward, chunk * 2 * 4, "f32")
 
 
 def _context(config: Config, run: Run) -> Iterator[Found]:

@@ -51,8 +51,10 @@ def read_curve(folder: str, smooth: int = 1) -> Curve:
         smooth: Logged steps to average over.
 
     Raises:
-        UserError: The folder holds no run with logged losses.
+        UserError: The folder holds no run with logged losses, or there is nothing to average over.
     """
+    if smooth < 1:
+        raise UserError(f"--smooth={smooth}: must be at least 1 logged step")
     path = Path(folder, "metrics.jsonl")
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

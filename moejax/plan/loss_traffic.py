@@ -66,7 +66,13 @@ def _of_balance(config: Config) -> Iterator[Found]:
         yield (LOSS, "all-reduce", "s32", (STAGE,)), 1, 4, None
 
 
-def statistics(config: Config) -> list[tuple[str, int]]:
-    """Type and numbers of each array that a router reports and something reads; see `moe.statistics.Statistics`."""
+def statistics(config: Config, summed: bool = True) -> list[tuple[str, int]]:
+    """Type and numbers of each array that a router reports and something reads; see `moe.statistics.Statistics`.
+
+    Args:
+        config: The run.
+        summed: Whether the balance loss is there already; without it, scopes wider than a sequence need all scores.
+    """
     experts = config.model.moe.num_experts
-    return [("f32", 1)] * 5 + [("s32", experts)] * 2 + [("s32", 1)] * 4
+    scores = 1 if summed or config.loss.balance_scope in ("sequence", "sequence_unbiased") else experts
+    return [("f32", 1)] * 4 + [("f32", scores)] + [("s32", experts)] * 2 + [("s32", 1)] * 4

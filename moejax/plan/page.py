@@ -1,11 +1,12 @@
 """A plan as one HTML page, with its pictures inside: it opens without a network."""
 
+import shlex
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from moejax.plan.svg import bars
-from moejax.plan.text import of_bytes, of_count, of_flops, of_seconds, of_state, of_tax
+from moejax.plan.text import NO_CHANGE, of_bytes, of_count, of_flops, of_seconds, of_state, of_tax
 
 _STYLE = """
 body{font:15px/1.45 sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
@@ -45,6 +46,7 @@ def _head(report: dict[str, Any]) -> list[str]:
         )
         lines.append(of_tax(cost))
         fit = report["fit"]
+        lines += [NO_CHANGE] if not fit["fits"] and not report["improvements"] else []
         lines.append(
             f"{fit['verdict']}; largest microbatch that fits: {fit['largest_microbatch']} sequences per device"
         )
@@ -115,12 +117,12 @@ def _compiled(report: dict[str, Any]) -> list[str]:
 def _advice(report: dict[str, Any]) -> list[str]:
     found = []
     if report.get("improvements"):
-        rows = [[" ".join(item["change"]), f"{item['speedup'] - 1:+.0%}"] for item in report["improvements"]]
+        rows = [[shlex.join(item["change"]), f"{item['speedup'] - 1:+.0%}"] for item in report["improvements"]]
         found.append(_table("What would help most", ("options", "tokens/s"), rows, 1))
     if report.get("search"):
         rows = [
             [
-                " ".join(item["change"]),
+                shlex.join(item["change"]),
                 of_seconds(item["step_seconds"]),
                 f"{item['mfu']:.1%}",
                 of_bytes(item["peak_bytes"]),

@@ -106,8 +106,11 @@ def _single_changes(config: Config) -> Iterator[dict[str, object]]:
     for policy in ("none", "save_exchange", "full"):
         if policy != config.remat.policy:
             yield {"remat.policy": policy}
-    if mesh.data > 1 and mesh.expert > 1 and "embed" not in config.sharding.storage:
-        yield {"sharding.storage": {**config.sharding.storage, "embed": ("data",)}}
+    stored = config.sharding.storage
+    if mesh.data > 1 and mesh.expert > 1 and "embed" not in stored:
+        yield {"sharding.storage": {**stored, "embed": ("data",)}}
+    if mesh.expert > 1 and "expert" not in stored.get("embed", ("expert",)):
+        yield {"sharding.storage": {**stored, "embed": ("data", "context", "expert")}}
     if moe.capacity is None or moe.capacity > 1.25:
         yield {"moe.capacity": 1.25}
     if mesh.expert > 1:

@@ -1,12 +1,13 @@
 """A plan as tables."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from moejax.plan.text import of_bytes, of_count, of_flops, of_seconds, of_state, of_tax
+from moejax.plan.text import NO_CHANGE, of_bytes, of_count, of_flops, of_seconds, of_state, of_tax
 
 WIDTH = 160
 """Columns of tables that go to a file or a pipe."""
@@ -48,7 +49,11 @@ def show_report(report: dict[str, Any], console: Console | None = None) -> None:
         console.print(f"largest microbatch that fits: {report['fit']['largest_microbatch']} sequences per device")
         for item in report["improvements"]:
             fits = "" if report["fit"]["fits"] else "fits, "
-            console.print(f"  {fits}{item['speedup'] - 1:+.0%} tokens/s with {' '.join(item['change'])}", markup=False)
+            console.print(
+                f"  {fits}{item['speedup'] - 1:+.0%} tokens/s with {shlex.join(item['change'])}", markup=False
+            )
+        if not report["fit"]["fits"] and not report["improvements"]:
+            console.print(NO_CHANGE)
     if "search" in report:
         show_search(report["search"], console)
     if "compiled" in report:
@@ -64,7 +69,7 @@ def show_search(found: Sequence[dict[str, Any]], console: Console | None = None)
     table = make_table("layouts that fit, quickest first", "options", "step", "tokens/s", "MFU", "memory")
     for item in found:
         speed = (of_seconds(item["step_seconds"]), of_count(item["tokens_per_second"]), f"{item['mfu']:.1%}")
-        table.add_row(" ".join(item["change"]), *speed, of_bytes(item["peak_bytes"]))
+        table.add_row(shlex.join(item["change"]), *speed, of_bytes(item["peak_bytes"]))
     (console or make_console()).print(table)
 
 

@@ -37,6 +37,10 @@ def of_state(parts: Mapping[str, Mapping[str, float]]) -> str:
     return f"bytes of state for each parameter, with accumulators: {', '.join(found)}; 18 if all of it is replicated"
 
 
+NO_CHANGE = "no single change makes it fit; look for layouts with --search, or take more devices"
+"""What a plan advises where `improvements` has nothing for a run that does not fit."""
+
+
 def of_tax(cost: Mapping[str, Any]) -> str:
     """One line: what dominates the taxes of a step."""
     name = cost["dominates"]

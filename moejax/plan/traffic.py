@@ -78,7 +78,8 @@ def _of_weight(config: Config, tensor: Tensor) -> Iterator[tuple[Key, int, int]]
         yield (REDUCE, "all-to-all", "f32", (STAGE,)), times, 4 * here
     if layout.slots:
         size = tensor.storage_size
-    yield (REDUCE, "all-reduce", "f32", layout.sum_axes), forward, 4 * size
+    if config.mesh.stage > 1 or not tensor.name.endswith("selection_bias"):  # its gradient is zero, and XLA sees that
+        yield (REDUCE, "all-reduce", "f32", layout.sum_axes), forward, 4 * size
 
 
 def _read_ahead(config: Config, tensor: Tensor) -> bool:

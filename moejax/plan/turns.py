@@ -83,9 +83,7 @@ def runs(config: Config) -> Iterator[Run]:
         policy, stages = config.remat.of(len(config.model.layers) - 1), config.mesh.stage
         turns, taken = modules * forward, config.train.microbatches / forward
         ahead = [turns * runs for runs in runs_ahead(config, len(config.model.layers), 0)]
-        yield Run(
-            config.model.specs[-1], policy, False, turns, turns, stages, taken, stages > 1 or modules == 1, *ahead
-        )
+        yield Run(config.model.specs[-1], policy, False, turns, turns, stages, taken, stages > 1, *ahead)
 
 
 def counts_ahead(config: Config) -> bool:
@@ -109,7 +107,8 @@ def runs_ahead(config: Config, group: int, place: int) -> tuple[bool, bool]:
     routers = [(i, j) for i, pattern in enumerate(patterns) for j, spec in enumerate(pattern) if spec.ffn == "moe"]
     if not counts_ahead(config) or not routers or group > routers[-1][0]:
         return False, False
-    if group < routers[-1][0] or repeats[group] > 1 or config.mesh.stage > 1:
+    ticks_around = config.mesh.stage > 1 and group < len(model.layers)
+    if group < routers[-1][0] or repeats[group] > 1 or ticks_around:
         return True, True
     return place <= routers[-1][1], place < routers[-1][1]
 
