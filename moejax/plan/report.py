@@ -190,8 +190,11 @@ def _traffic_difference(formula: dict[str, dict[str, float]], seen: dict[str, di
     other = [name for name in formula if any(formula[name][key] != seen[name][key] for key in ("tensors", "bytes"))]
     if not other:
         return "formula and compiled program agree on the tensors and bytes of every class of traffic"
-    sizes = (f"{name} {seen[name]['bytes'] - formula[name]['bytes']:+,.0f} bytes" for name in other)
-    return f"traffic of the compiled program differs from the formula: {', '.join(sizes)}"
+    found = []
+    for name in other:
+        more, whole = seen[name]["bytes"] - formula[name]["bytes"], formula[name]["bytes"]
+        found.append(f"{name} {more:+,.0f} bytes" + (f" ({more / whole:+.2%})" if whole else ""))
+    return f"traffic of the compiled program differs from the formula: {', '.join(found)}"
 
 
 CLOSE = 0.15
