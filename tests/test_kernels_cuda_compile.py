@@ -71,7 +71,7 @@ def test_all_directions_compile_without_scratch_that_grows(chip, shape):
     assert _compile(chip, shape, jnp.bfloat16) < 1 << 20
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:3], (901, 256, 128, 3)], ids=str)
 def test_mosaic_compiles_for_hopper(shape):
     assert _compile("h200", shape, jnp.bfloat16, "mosaic") < 1 << 20
 

@@ -54,6 +54,11 @@ def _check(dtype: DTypeLike, tiles: Tiles, **divisible: tuple[int, int]) -> None
             raise UserError(f"kernel backend mosaic: {name}={size} must be a multiple of its tile {tile}; choose gpu")
 
 
+def _aligned(rows: jax.Array) -> jax.Array:
+    """Rows up to a multiple of 8, which TMA's tiling wants: a copy, but for the buffers that training has."""
+    return jnp.pad(rows, ((0, -rows.shape[0] % 8), (0, 0)))
+
+
 def _kernel(body, kernel: Kernel, args: tuple[jax.Array, ...], shape: tuple[int, ...], dtype: DTypeLike, **options):
     """Run `body` on a grid of programs of three warpgroups each."""
     interpret = {"interpret": _INTERPRETER()} if kernel.interpret and _INTERPRETER else {}
@@ -163,18 +168,20 @@ def gmm(call: Product, kernel: Kernel) -> jax.Array:
     m, k, n, groups = call.sizes
     tiles = kernel.tiles or _gmm_tiles(n)
     _check(lhs.dtype, tiles, K=(k, tiles.depth), N=(n, tiles.cols))
-    table = jnp.stack(visits(group_sizes, m, tiles.rows, tail=True, reverse=kernel.reverse), axis=1)
-    return _kernel(
+    lhs = _aligned(lhs)
+    table = jnp.stack(visits(group_sizes, lhs.shape[0], tiles.rows, tail=True, reverse=kernel.reverse), axis=1)
+    out = _kernel(
         functools.partial(_gmm_body, tiles=tiles, groups=groups, steps=k // tiles.depth, transpose=transpose_rhs),
         kernel,
         vary_like(table, lhs, rhs),
-        (m, n),
+        (lhs.shape[0], n),
         out_dtype,
         grid=(table.shape[0], n // tiles.cols),
         grid_names=("visit", "col"),
         kernel_name="moejax_gmm_transposed" if transpose_rhs else "moejax_gmm",
         scratch_types=[pg.SMEM((_WORKERS, tiles.rows, _STRIP), out_dtype)],
     )
+    return out[:m]
 
 
 def _wgrad_body(bounds_ref, x_ref, dy_ref, out_ref, blocks_ref, met_ref, *, tiles: Tiles, groups: int, reverse: bool):
@@ -228,7 +235,7 @@ def wgrad(call: WeightGradient, kernel: Kernel) -> jax.Array:
     total = _kernel(
         functools.partial(_wgrad_body, tiles=tiles, groups=groups, reverse=kernel.reverse),
         kernel,
-        vary_like(jnp.stack(bounds(group_sizes), axis=1), lhs, grad),
+        vary_like(jnp.stack(bounds(group_sizes), axis=1), _aligned(lhs), _aligned(grad)),
         (groups, k, n),
         call.out_dtype,
         grid=(groups, k // tiles.depth, n // tiles.cols),
