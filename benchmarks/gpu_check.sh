@@ -46,8 +46,8 @@ if command -v nvidia-smi >/dev/null; then
 fi
 part versions 30 "$python" -c \
     'import jax; print(jax.__version__, jax.devices()); assert jax.default_backend() == "gpu", "no GPU"'
-part numerics 150 "$python" "$root/benchmarks/kernel_gpu_numerics.py" "$folder/numerics.json"
-part layer_step 80 "$python" "$root/benchmarks/kernel_layer_step.py" "$folder/layer_step.json"
+part numerics 125 "$python" "$root/benchmarks/kernel_gpu_numerics.py" "$folder/numerics.json"
+part layer_step 105 "$python" "$root/benchmarks/kernel_layer_step.py" "$folder/layer_step.json"
 part kernels 115 "$python" -m moejax bench kernels --rows 64 1024 8192 --backends padded xla --seconds 0.3 --limit 85 --out "$folder"
 # Mosaic kernels run on Hopper; elsewhere a warning leaves them out
 part mosaic 40 "$python" -m moejax bench kernels --rows 1024 --loads skewed --backends mosaic --seconds 0.3 --limit 25 --out "$folder/mosaic"
