@@ -9,7 +9,7 @@ from moejax.config import Config, ContextConfig, LayerGroup, LayerSpec, MeshConf
 from moejax.plan.activations import layer_bytes
 from moejax.plan.compile import Compiled, compile_step
 from moejax.plan.memory import memory
-from moejax.plan.report import make_report
+from moejax.plan.report import make_report, traffic_difference
 from moejax.plan.search import HEADROOM, evaluate, largest_microbatch
 from moejax.plan.show import show_report
 from moejax.plan.target import read_target
@@ -97,3 +97,14 @@ def test_largest_microbatch_fits_and_one_sequence_more_does_not() -> None:
     room = dataclasses.replace(target, memory=(peak(11) + peak(12)) / 2 / HEADROOM)
     assert largest_microbatch(run, room) == 11
     assert largest_microbatch(run, dataclasses.replace(target, memory=peak(1) / 2)) == 0
+
+
+def test_traffic_that_differs_is_named() -> None:
+    def sizes(loss: int, gradients: int, tensors: int = 3) -> dict[str, dict[str, float]]:
+        return {"loss": {"tensors": 3, "bytes": loss}, "gradient reduce": {"tensors": tensors, "bytes": gradients}}
+
+    formula = sizes(40, 800)
+    assert "on the tensors and bytes of every class" in traffic_difference(formula, sizes(40, 800))
+    assert "sums some of loss and gradient reduce at once" in traffic_difference(formula, sizes(20, 820))
+    assert traffic_difference(formula, sizes(40, 808)).endswith("gradient reduce +8 bytes (+1.00%)")
+    assert traffic_difference(formula, sizes(40, 800, 4)).endswith("gradient reduce +0 bytes (+0.00%)")

@@ -181,15 +181,18 @@ def _compiled(
         "memory_difference": _difference(estimate, compiled.peak),
         "traffic": [_move(move, config, None) for move in seen],
         "by_class": {"formula": by_class(moves), "compiled": by_class(seen)},
-        "traffic_difference": _traffic_difference(by_class(moves), by_class(seen)),
+        "traffic_difference": traffic_difference(by_class(moves), by_class(seen)),
     }
 
 
-def _traffic_difference(formula: dict[str, dict[str, float]], seen: dict[str, dict[str, float]]) -> str:
+def traffic_difference(formula: dict[str, dict[str, float]], seen: dict[str, dict[str, float]]) -> str:
     """One line: whether tensors and bytes of each class agree, or which do not and by how much."""
     other = [name for name in formula if any(formula[name][key] != seen[name][key] for key in ("tensors", "bytes"))]
     if not other:
         return "formula and compiled program agree on the tensors and bytes of every class of traffic"
+    if all(sum(seen[name][key] - formula[name][key] for name in other) == 0 for key in ("tensors", "bytes")):
+        names = " and ".join(other)
+        return f"formula and compiled program agree on all traffic; the compiler sums some of {names} at once"
     found = []
     for name in other:
         more, whole = seen[name]["bytes"] - formula[name]["bytes"], formula[name]["bytes"]
