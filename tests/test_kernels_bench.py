@@ -7,6 +7,7 @@ import time
 from itertools import chain, count
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from moejax.cli.bench import PRESETS, ROWS
 from moejax.cli.main import main
 from moejax.errors import UserError
-from moejax.kernels import Kernel, Tiles, bench, target, tune
+from moejax.kernels import Backends, Kernel, Tiles, bench, target, tune
 from moejax.kernels.table import ENVIRONMENT, Entry, choose, dump, entries, parse
 
 SMALL = ["--groups", "2", "--width", "32", "--hidden", "16", "--loads", "skewed", "--rounds", "2", "--seconds", "0.01"]
@@ -110,6 +111,19 @@ def test_tuned_table_is_used(tmp_path, monkeypatch):
     got = choose("forward", jnp.float32, 128, 2, None)
     assert got == Kernel("cpu", next(e.tiles for e in reversed(tuned) if e.direction == "forward"))
     assert choose("forward", jnp.bfloat16, 128, 2, None) == Kernel("cpu")  # nothing tuned: the shipped entry
+
+
+@pytest.mark.parametrize("direction", bench.DIRECTIONS)
+def test_dense_is_the_first_experts_matmul_without_a_copy_of_its_weights(direction):
+    case = bench.Case(6, 3, 8, 4, "float32", "uniform")
+    data = bench.operands(case)
+    one = {**data, "sizes": jnp.array([18, 0, 0])}
+    want = jax.tree.leaves(bench.grouped(direction, Backends.all("reference"))(one))
+    got = jax.tree.leaves(bench.dense(direction)(data))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b[0] if b.ndim == 3 else b, rtol=1e-4, atol=1e-5)
+    if direction != "ffn":  # which splits gate and up
+        assert "slice" not in str(jax.make_jaxpr(bench.dense(direction))(data))
 
 
 def test_imbalance_and_sizes():

@@ -92,14 +92,17 @@ class Measurement:
 
 
 def operands(case: Case) -> dict[str, jax.Array]:
-    """Random operands of every candidate: x [M, D], h and its like [M, 2F], weights, sizes."""
+    """Random operands of every candidate: x [M, D], h and its like [M, 2F], weights, sizes.
+
+    The dense matmul has the first expert's weights apart: cut off in its own program they would be copied there.
+    """
     rng = np.random.default_rng(1)
     m, g, d, f = case.rows * case.groups, case.groups, case.width, case.hidden
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32) / np.sqrt(shape[-2]), case.dtype)
 
-    return {
+    found = {
         "x": normal(m, d),
         "grad": normal(m, 2 * f),
         "grad_out": normal(m, d),
@@ -107,6 +110,7 @@ def operands(case: Case) -> dict[str, jax.Array]:
         "down": normal(g, f, d),
         "sizes": jnp.asarray(case.sizes()),
     }
+    return found | {"dense_gate_up": found["gate_up"][0], "dense_down": found["down"][0]}
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -119,7 +123,7 @@ def _ffn(matmul: Callable, x: jax.Array, gate_up: jax.Array, down: jax.Array) ->
 
 def _step(ffn: Callable, data: dict[str, jax.Array], dense: bool) -> tuple[jax.Array, ...]:
     """Result and gradients of x and both weights."""
-    weights = (data["gate_up"][0], data["down"][0]) if dense else (data["gate_up"], data["down"])
+    weights = (data[f"dense_{name}" if dense else name] for name in ("gate_up", "down"))
     out, pullback = jax.vjp(ffn, data["x"], *weights)
     return out, *pullback(data["grad_out"])
 
@@ -135,9 +139,9 @@ def _ffn_step(matmul: Callable) -> Callable[[dict[str, jax.Array]], object]:
 def dense(direction: str) -> Callable[[dict[str, jax.Array]], object]:
     """All rows through the first expert."""
     if direction == "forward":
-        return lambda data: data["x"] @ data["gate_up"][0]
+        return lambda data: data["x"] @ data["dense_gate_up"]
     if direction == "dgrad":
-        return lambda data: data["grad"] @ data["gate_up"][0].T
+        return lambda data: data["grad"] @ data["dense_gate_up"].T
     if direction == "wgrad":
         return lambda data: data["x"].T @ data["grad"]
     return lambda data: _step(functools.partial(_ffn, jnp.matmul), data, dense=True)
