@@ -105,6 +105,7 @@ def test_traffic_that_differs_is_named() -> None:
 
     formula = sizes(40, 800)
     assert "on the tensors and bytes of every class" in traffic_difference(formula, sizes(40, 800))
-    assert "sums some of loss and gradient reduce at once" in traffic_difference(formula, sizes(20, 820))
-    assert traffic_difference(formula, sizes(40, 808)).endswith("gradient reduce +8 bytes (+1.00%)")
-    assert traffic_difference(formula, sizes(40, 800, 4)).endswith("gradient reduce +0 bytes (+0.00%)")
+    assert "some tensors of loss and gradient reduce as one" in traffic_difference(formula, sizes(20, 820))
+    assert "some tensors of gradient reduce as one" in traffic_difference(formula, sizes(40, 800, 2))
+    assert traffic_difference(formula, sizes(40, 808)).endswith("gradient reduce +0 tensors, +8 bytes (+1.00%)")
+    assert traffic_difference(formula, sizes(40, 800, 4)).endswith("gradient reduce +1 tensors, +0 bytes (+0.00%)")

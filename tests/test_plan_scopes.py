@@ -104,10 +104,13 @@ def test_scopes(run: Config, wanted: set[str]) -> None:
         (configuration("sequence", ONCE, remat=FULL), set()),
         (configuration("sequence", ONCE, TENSORS), WIDE),
         (configuration("sequence", ONCE, CONTEXT, remat=FULL), {CONTEXT_CLASS}),
-        (configuration("sequence", (LayerGroup(1, (DENSE, MOE)),), TENSORS, remat=FULL, mtp=1), WIDE),
+        (
+            configuration("sequence", (LayerGroup(1, (DENSE, MOE)), LayerGroup(1, (MOE, DENSE))), TENSORS, remat=FULL),
+            WIDE,
+        ),
     ],
 )
-def test_a_group_of_one_repetition_repeats_no_sum(run: Config, wanted: set[str]) -> None:
+def test_groups_of_one_repetition(run: Config, wanted: set[str]) -> None:
     assert_agrees(run, wanted)
 
 

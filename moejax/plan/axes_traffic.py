@@ -132,7 +132,8 @@ def _context(config: Config, run: Run) -> Iterator[Found]:
             yield (CONTEXT_CLASS, permute, dtype, (CONTEXT,)), run.backward, both * width, None
     if run.spec.ffn == "moe" and config.loss.balance_scope in ("sequence", "sequence_unbiased"):
         histogram = 4 * rows(config) // run.share * config.model.moe.num_experts
-        repeated = run.backward if run.policy == "full" and not run.merged else 0
+        same = config.mesh.stage == 1 and run.merged
+        repeated = run.backward if run.policy == "full" and not same else 0
         yield (CONTEXT_CLASS, "all-reduce", "s32", (CONTEXT,)), run.forward + repeated, histogram, None
 
 
@@ -140,7 +141,8 @@ def _tensor(config: Config, run: Run) -> Iterator[Found]:
     """Sums of the shares of heads and widths: results in forward, gradients of inputs in backward."""
     dtype, _ = _type(config)
     attention, model, hidden = config.model.attention, config.model.moe, _hidden(config) // run.share
-    recomputed = run.backward if run.policy != "none" and not run.merged else 0
+    same = config.mesh.stage == 1 and run.merged and run.policy != "full"  # what XLA makes once for both passes
+    recomputed = 0 if run.policy == "none" or same else run.backward
 
     def move(axes: tuple[str, ...], times: int, size: int, dtype: str = dtype) -> Found:
         return (TENSOR, "all-reduce", dtype, axes), times, size, None

@@ -99,7 +99,8 @@ def _of_layers(config: Config, platform: str | None, layers: Sequence[Run]) -> I
     count, backward = sum(run.ffn for run in layers), sum(run.backward for run in layers)
     again = sum(run.backward for run in layers if run.policy == "full")
     back_again = sum(run.backward for run in layers if run.policy == "full" and not run.last)
-    plans = count + sum(run.backward for run in layers if run.policy == "full" and not run.merged)
+    unrolled = config.mesh.stage == 1 and platform == "tpu"  # whose compiler repeats plans there too
+    plans = count + sum(run.backward for run in layers if run.policy == "full" and not (run.merged and not unrolled))
     summed = platform == "tpu" and (exchange != "padded" or config.moe.capacity is None)
 
     def move(name: str, kind: str, times: int, size: int, of: str = dtype, filled: int | None = None) -> Found:

@@ -190,13 +190,15 @@ def traffic_difference(formula: dict[str, dict[str, float]], seen: dict[str, dic
     other = [name for name in formula if any(formula[name][key] != seen[name][key] for key in ("tensors", "bytes"))]
     if not other:
         return "formula and compiled program agree on the tensors and bytes of every class of traffic"
-    if all(sum(seen[name][key] - formula[name][key] for name in other) == 0 for key in ("tensors", "bytes")):
+    tensors, more = (sum(seen[name][key] - formula[name][key] for name in other) for key in ("tensors", "bytes"))
+    if more == 0 and tensors <= 0:
         names = " and ".join(other)
-        return f"formula and compiled program agree on all traffic; the compiler sums some of {names} at once"
+        return f"formula and compiled program agree on all bytes; the compiler moves some tensors of {names} as one"
     found = []
     for name in other:
-        more, whole = seen[name]["bytes"] - formula[name]["bytes"], formula[name]["bytes"]
-        found.append(f"{name} {more:+,.0f} bytes" + (f" ({more / whole:+.2%})" if whole else ""))
+        tensors, more = (seen[name][key] - formula[name][key] for key in ("tensors", "bytes"))
+        share = f" ({more / formula[name]['bytes']:+.2%})" if formula[name]["bytes"] else ""
+        found.append(f"{name} {tensors:+,.0f} tensors, {more:+,.0f} bytes{share}")
     return f"traffic of the compiled program differs from the formula: {', '.join(found)}"
 
 

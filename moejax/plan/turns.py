@@ -21,7 +21,7 @@ class Run:
         share: Parts that the sequences of a microbatch are cut into; each run has one of them.
         taken: Part of the runs that a step takes; the others stand in a branch that it leaves out.
         merged: Whether forward and backward pass stand in one body, as in a loop of one turn, which XLA unrolls: then
-            it repeats no plan of an exchange and no sum.
+            it repeats no plan of an exchange, and few sums.
         mixer_ahead: How often its mixer and its router run in the forward pass that counts routes ahead.
         ffn_ahead: How often its FFN does.
     """
