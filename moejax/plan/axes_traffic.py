@@ -132,8 +132,8 @@ def _context(config: Config, run: Run) -> Iterator[Found]:
             yield (CONTEXT_CLASS, permute, dtype, (CONTEXT,)), run.backward, both * width, None
     if run.spec.ffn == "moe" and config.loss.balance_scope in ("sequence", "sequence_unbiased"):
         histogram = 4 * rows(config) // run.share * config.model.moe.num_experts
-        same = config.mesh.stage == 1 and run.merged
-        repeated = run.backward if run.policy == "full" and not same else 0
+        straight = run.merged and config.mesh.stage == 1
+        repeated = run.backward if run.policy == "full" and not straight else 0
         yield (CONTEXT_CLASS, "all-reduce", "s32", (CONTEXT,)), run.forward + repeated, histogram, None
 
 
@@ -141,17 +141,18 @@ def _tensor(config: Config, run: Run) -> Iterator[Found]:
     """Sums of the shares of heads and widths: results in forward, gradients of inputs in backward."""
     dtype, _ = _type(config)
     attention, model, hidden = config.model.attention, config.model.moe, _hidden(config) // run.share
-    same = config.mesh.stage == 1 and run.merged and run.policy != "full"  # what XLA makes once for both passes
-    recomputed = 0 if run.policy == "none" or same else run.backward
+    recomputed = run.backward if run.policy != "none" else 0
+    full = run.policy == "full"  # otherwise XLA makes some sums of straight code once for both passes
 
     def move(axes: tuple[str, ...], times: int, size: int, dtype: str = dtype) -> Found:
         return (TENSOR, "all-reduce", dtype, axes), times, size, None
 
     if axes := compute_axes(config, "heads"):
-        yield move(axes, run.mixer + run.backward + recomputed, hidden)
+        yield move(axes, run.mixer + run.backward + (recomputed if full or not run.alone else 0), hidden)
         if attention.qk_norm == "head":
             yield move(axes, 2 * run.backward, 4 * attention.head_dim, "f32")
-    again = 0 if run.last else recomputed
+    straight = run.merged and config.mesh.stage == 1
+    again = 0 if run.last or (straight and not full) else recomputed
     dense = 1 if run.spec.ffn == "dense" else bool(model.shared_dim) + bool(model.dense_dim)
     if axes := compute_axes(config, "mlp"):
         yield move(axes, dense * (run.ffn + run.backward + again), hidden)

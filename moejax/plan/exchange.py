@@ -99,15 +99,17 @@ def _of_layers(config: Config, platform: str | None, layers: Sequence[Run]) -> I
     count, backward = sum(run.ffn for run in layers), sum(run.backward for run in layers)
     again = sum(run.backward for run in layers if run.policy == "full")
     back_again = sum(run.backward for run in layers if run.policy == "full" and not run.last)
-    unrolled = config.mesh.stage == 1 and platform == "tpu"  # whose compiler repeats plans there too
-    plans = count + sum(run.backward for run in layers if run.policy == "full" and not (run.merged and not unrolled))
+    repeats = [run for run in layers if run.policy == "full" and not (run.merged and config.mesh.stage > 1)]
+    plans = count + sum(run.backward for run in repeats)
+    # In straight code XLA counts routes once for both passes, but for TPUs.
+    counted = count + sum(run.backward for run in repeats if platform == "tpu" or not run.merged)
     summed = platform == "tpu" and (exchange != "padded" or config.moe.capacity is None)
 
     def move(name: str, kind: str, times: int, size: int, of: str = dtype, filled: int | None = None) -> Found:
         return (name, kind, of, config.moe.expert_axes), times, size, filled
 
     counts = "all-reduce" if summed else "all-gather"
-    yield move(PLAN, counts, plans, 4 * ranks * moe.num_experts, "s32")
+    yield move(PLAN, counts, counted, 4 * ranks * moe.num_experts, "s32")
     if exchange != "padded" and config.moe.capacity is not None and config.moe.drop_order == "weight":
         yield move(PLAN, "all-gather", plans, 4 * ranks * sizes.tokens * moe.top_k, "f32")
     if exchange == "gather":
@@ -131,7 +133,7 @@ def _of_layers(config: Config, platform: str | None, layers: Sequence[Run]) -> I
         yield move(COMBINE, "all-to-all", count + back_again + backward, sizes.arriving * row)
         return
     if config.moe.deduplicate:
-        yield move(PLAN, counts, plans, 4 * ranks * ranks, "s32")
+        yield move(PLAN, counts, counted, 4 * ranks * ranks, "s32")
     there_rows, back_rows, rows = _rows_of_ragged(config, sizes, platform)
     kind = "all-gather" if platform == "cpu" else "ragged-all-to-all"
     for name, times, size, of, to in (

@@ -21,7 +21,8 @@ class Run:
         share: Parts that the sequences of a microbatch are cut into; each run has one of them.
         taken: Part of the runs that a step takes; the others stand in a branch that it leaves out.
         merged: Whether forward and backward pass stand in one body, as in a loop of one turn, which XLA unrolls: then
-            it repeats no plan of an exchange, and few sums.
+            it repeats no plan of an exchange.
+        alone: Whether that is a group of one repetition: then it repeats few sums too.
         mixer_ahead: How often its mixer and its router run in the forward pass that counts routes ahead.
         ffn_ahead: How often its FFN does.
     """
@@ -34,6 +35,7 @@ class Run:
     share: int = 1
     taken: float = 1.0
     merged: bool = False
+    alone: bool = False
     mixer_ahead: int = 0
     ffn_ahead: int = 0
 
@@ -74,16 +76,19 @@ def runs(config: Config) -> Iterator[Run]:
     forward, backward = ticks(config)
     for index, group in enumerate(config.model.layers):
         slots = plan_stages(config).per_chunk[index] if config.mesh.stage > 1 else group.repeat
-        merged = config.mesh.stage == 1 and slots == 1
+        alone = config.mesh.stage == 1 and slots == 1
         for place, spec in enumerate(group.pattern):
             last = place == len(group.pattern) - 1
             ahead = [forward * slots * runs for runs in runs_ahead(config, index, place)]
-            yield Run(spec, config.remat.of(index), last, forward * slots, backward * slots, 1, 1.0, merged, *ahead)
+            yield Run(
+                spec, config.remat.of(index), last, forward * slots, backward * slots, 1, 1.0, alone, alone, *ahead
+            )
     if modules := config.model.mtp:  # a norm comes after the layer, so it is not the last of what is recomputed
         policy, stages = config.remat.of(len(config.model.layers) - 1), config.mesh.stage
         turns, taken = modules * forward, config.train.microbatches / forward
+        merged = stages > 1 or modules == 1
         ahead = [turns * runs for runs in runs_ahead(config, len(config.model.layers), 0)]
-        yield Run(config.model.specs[-1], policy, False, turns, turns, stages, taken, stages > 1, *ahead)
+        yield Run(config.model.specs[-1], policy, False, turns, turns, stages, taken, merged, False, *ahead)
 
 
 def counts_ahead(config: Config) -> bool:
