@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import time
+from importlib import resources
 from itertools import chain, count
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from moejax.cli.bench import PRESETS, ROWS
 from moejax.cli.main import main
@@ -124,6 +126,18 @@ def test_dense_is_the_first_experts_matmul_without_a_copy_of_its_weights(directi
         np.testing.assert_allclose(a, b[0] if b.ndim == 3 else b, rtol=1e-4, atol=1e-5)
     if direction != "ffn":  # which splits gate and up
         assert "slice" not in str(jax.make_jaxpr(bench.dense(direction))(data))
+
+
+def test_peaks_are_those_of_the_plan(monkeypatch):
+    texts = [file.read_text() for file in resources.files("moejax.plan").joinpath("targets").iterdir()]
+    targets = [yaml.safe_load(text) for text in texts if "device_kind:" in text]
+    peaks = {target["device_kind"]: float(target["peak"]["bfloat16"]) / 1e12 for target in targets}
+    del peaks["cpu"]
+    assert peaks.items() <= bench.PEAK_TFLOPS.items()
+    monkeypatch.setitem(bench.PEAK_TFLOPS, jax.devices()[0].device_kind, 1e-3)
+    case = bench.Case(6, 3, 8, 4, "bfloat16", "uniform")
+    for found in bench.measure(case, [], 1, 0.001):
+        assert found.percent_of_peak == pytest.approx(1e5 * found.tflops)
 
 
 def test_imbalance_and_sizes():

@@ -28,10 +28,13 @@ PEAK_TFLOPS = {  # dense bfloat16, by device kind, from the vendors' data sheets
     "NVIDIA H100 80GB HBM3": 989.5,
     "NVIDIA H200": 989.5,
     "NVIDIA B200": 2250.0,
+    "NVIDIA B300": 2250.0,
+    "NVIDIA GB200": 2500.0,
     "TPU v4": 275.0,
     "TPU v5": 459.0,
     "TPU v5 lite": 197.0,
     "TPU v6 lite": 918.0,
+    "TPU7x": 1153.5,  # of one device, which is half a chip
 }
 
 _RAGGED_LIMIT = 2e9  # FLOPs of a dense expansion beyond which `xla` is left out on CPU
