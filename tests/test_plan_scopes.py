@@ -102,6 +102,9 @@ def test_scopes(run: Config, wanted: set[str]) -> None:
     ("run", "wanted"),
     [
         (configuration("sequence", ONCE, remat=FULL), set()),
+        (configuration("sequence", ONCE, remat=FULL, moe=MoEConfig("gather", 1.25)), set()),
+        (configuration("sequence", ONCE, remat=FULL, moe=MoEConfig("ragged", 1.25, deduplicate=True)), set()),
+        (configuration("sequence", remat=FULL, mtp=1, turns=2), set()),
         (configuration("sequence", ONCE, TENSORS), WIDE),
         (configuration("sequence", ONCE, CONTEXT, remat=FULL), {CONTEXT_CLASS}),
         (

@@ -133,7 +133,7 @@ def _of_layers(config: Config, platform: str | None, layers: Sequence[Run]) -> I
         yield move(COMBINE, "all-to-all", count + back_again + backward, sizes.arriving * row)
         return
     if config.moe.deduplicate:
-        yield move(PLAN, counts, counted, 4 * ranks * ranks, "s32")
+        yield move(PLAN, counts, plans, 4 * ranks * ranks, "s32")
     there_rows, back_rows, rows = _rows_of_ragged(config, sizes, platform)
     kind = "all-gather" if platform == "cpu" else "ragged-all-to-all"
     for name, times, size, of, to in (
