@@ -18,7 +18,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from moejax.data import corpora, files
+from moejax import files
+from moejax.data import corpora
 from moejax.data.prepare import make_plan, prepare
 from moejax.data.tokenfile import Manifest, TokenFile, checksum
 from moejax.data.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe

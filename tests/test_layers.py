@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "moejax"
 
 LAYERS = [
-    ["errors", "axes", "config", "stages", "options", "configure"],
+    ["errors", "files", "axes", "config", "stages", "options", "configure"],
     ["varying", "ordering", "sharding"],
     ["kernels"],
     ["nn"],
@@ -28,8 +28,8 @@ LAYERS = [
 POSITION = {name: (row, column) for row, names in enumerate(LAYERS) for column, name in enumerate(names)}
 UPWARDS = {("train", "data")}
 ONLY_IN = {"flax": "model", "grain": "data", "jsonargparse": "configure"}
-STANDARD_LIBRARY_ONLY = {"errors", "axes", "config", "stages", "options"}
-NO_JAX = {"errors", "axes", "config", "stages", "options", "configure", "data"}
+STANDARD_LIBRARY_ONLY = {"errors", "files", "axes", "config", "stages", "options"}
+NO_JAX = {"errors", "files", "axes", "config", "stages", "options", "configure", "data"}
 ABOVE_ALL = {"__init__", "__main__"}
 MAX_LINES = 250
 MAX_FUNCTION_LINES = 60

@@ -54,7 +54,7 @@ def test_folder_holds_configuration_versions_curves_and_checkpoints(finished):
     assert {"jax", "optax", "python", "devices"} <= json.loads((folder / "versions.json").read_text()).keys()
     assert list((folder / "tensorboard").glob("events*"))
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"8", "12"}
-    assert not list(folder.rglob("*.part"))
+    assert not list(folder.rglob("*.tmp"))
 
 
 def test_evaluation_equals_numpy(finished, tmp_path):

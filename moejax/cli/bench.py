@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.cli import bench_figures
 from moejax.errors import UserError
+from moejax.files import readable_errors, write_result
 
 if TYPE_CHECKING:
     from moejax.kernels.bench import Case, Measurement
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     args.rounds, args.seconds = args.rounds or rounds, args.seconds or seconds
     args.deadline = time.monotonic() + (args.limit or limit)
     args.folder = Path(args.out)
-    args.folder.mkdir(parents=True, exist_ok=True)
+    with readable_errors(args.folder):  # before anything is measured
+        args.folder.mkdir(parents=True, exist_ok=True)
     cases = [Case(count, *shape, load) for count in sorted(args.rows) for load in args.loads]  # the longest last
     return _tune(args, platform, cases) if args.tune else _measure(args, platform, cases)
 
@@ -119,7 +121,7 @@ def _tune(args: argparse.Namespace, platform: str, cases: "list[Case]") -> int:
     cases = [case for case in cases if case.load == load]
     entries = tune(cases, backends[0], args.rounds, args.seconds, args.deadline)
     path = args.folder / "kernel-table.json"
-    path.write_text(dump(entries))
+    write_result(path, dump(entries))
     for entry in entries:
         print(entry)
     print(f"wrote {path}; use it with {ENVIRONMENT}={path}")

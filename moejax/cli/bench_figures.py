@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.cli.main import add_config_arguments, config_from
 from moejax.errors import UserError
+from moejax.files import write_csv, write_result
 
 if TYPE_CHECKING:
     from moejax.plan.figures import Row
@@ -77,7 +78,7 @@ def positive(text: str) -> int:
 def run_roofline(args: argparse.Namespace) -> int:
     """Draw figure 2."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from moejax.plan.figures import roofline_rows, write_rows
+    from moejax.plan.figures import roofline_rows
     from moejax.plan.roofline import Pair
     from moejax.plan.svg import lines
     from moejax.plan.target import read_target
@@ -89,10 +90,10 @@ def run_roofline(args: argparse.Namespace) -> int:
     dense = Pair(args.top_k, args.width, args.hidden)
     rows = roofline_rows(pair, balance, [2**n for n in range(4, 17)])
     out = Path(args.out)
-    write_rows(rows, out / "roofline.csv")
+    write_csv(out / "roofline.csv", rows)
     curves = {name: [(row["tokens"], row[name]) for row in rows] for name in ("dense", "moe")}
     title = f"{args.experts} experts, {args.top_k} of a token, on {args.target}"
-    (out / "roofline.svg").write_text(lines(title, curves, "tokens", "part of peak"), encoding="utf-8")
+    write_result(out / "roofline.svg", lines(title, curves, "tokens", "part of peak"))
     first = [found.tokens_to_ceiling(balance) for found in (dense, pair)]
     first = [f"{math.ceil(tokens):,} tokens" if math.isfinite(tokens) else "never" for tokens in first]
     print(f"{args.target}: {balance:.1f} FLOP per byte; peak is reached from {first[0]} (dense), {first[1]} (experts)")
@@ -128,7 +129,7 @@ def _experiment(args: argparse.Namespace, name: str, key: str, values: list[int]
         rows.append(figures.row_of(variant, key, value, run, found, peak))
         print(f"{variant:>14}  {key} {value:>4}  {found.tokens_per_second:12,.0f} tokens/s", flush=True)
     out = Path(args.out)
-    figures.write_rows(rows, out / f"{name}.csv")
+    write_csv(out / f"{name}.csv", rows)
     where = f"planned for {args.target}" if target else "measured"
     figures.picture(f"{name}: {where}", rows, key, "tokens_per_second", out / f"{name}.svg")
     for variant, share in figures.retained(rows, key).items():

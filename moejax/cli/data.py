@@ -61,9 +61,9 @@ def run_prepare(sources: Sequence[str], out: str, tokenizer: str = "byte", worke
 def run_train_tokenizer(sources: Sequence[str], out: str, vocab_size: int) -> int:
     """Train a BPE tokenizer of at most `vocab_size` tokens into file `out`; return exit code 0. Raises `UserError`."""
     from moejax.data.corpora import find_files, find_pieces, read_documents
-    from moejax.data.files import readable_errors, replacing
     from moejax.data.progress import progress_bar
     from moejax.data.tokenizer import SMALLEST_BPE, train_bpe
+    from moejax.files import write_result
 
     file = Path(out).expanduser()
     if file.exists():
@@ -84,10 +84,7 @@ def run_train_tokenizer(sources: Sequence[str], out: str, vocab_size: int) -> in
                     show(done)
 
         tokenizer = train_bpe(texts(), vocab_size)
-    with readable_errors(file.parent):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as stream:
-            stream.write(tokenizer.to_str(pretty=True).encode())
+    write_result(file, tokenizer.to_str(pretty=True))
     size = tokenizer.get_vocab_size()
     print(f"{out}: {size:,} tokens\nuse it: moejax data prepare SOURCE... --out DIR --tokenizer {out}")
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError
+from moejax.files import result
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,7 +142,8 @@ def draw(steps: list[int], requested_SLE: "np.ndarray", load_LS: "np.ndarray", p
         axes.set(xlabel="step", ylabel=label, title=title)
         figure.colorbar(image, ax=axes)
     try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--png {path}: {error}; name a file that can be written, ending in .png") from error
+        with result(path) as out:
+            figure.savefig(out, dpi=120, format=path.suffix[1:] or None)
+    except ValueError as error:
+        raise UserError(f"--png {path}: {error}; name a file ending in .png") from error
     plt.close(figure)

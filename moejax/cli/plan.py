@@ -8,6 +8,7 @@ from typing import Any
 
 from moejax.cli.main import add_config_arguments, config_from
 from moejax.errors import UserError
+from moejax.files import write_result
 
 
 def register(subparsers: Any) -> None:
@@ -76,11 +77,7 @@ def _search(config: Any, target: Any) -> list[dict[str, Any]]:
 def _write(report: dict[str, Any], folder: Path, quiet: bool) -> None:
     from moejax.plan.page import make_page
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        (folder / "plan.html").write_text(make_page(report), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out={folder}: cannot be written ({error.strerror}); name another folder") from None
+    write_result(folder / "plan.json", json.dumps(report, indent=2) + "\n")
+    write_result(folder / "plan.html", make_page(report))
     if not quiet:
         print(f"written: {folder / 'plan.json'}, {folder / 'plan.html'}")

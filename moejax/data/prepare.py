@@ -18,12 +18,12 @@ import numpy as np
 from rich.console import Console
 
 from moejax.data.corpora import PIECE, Piece, find_files, find_pieces
-from moejax.data.files import readable_errors, replacing
 from moejax.data.shards import Shard, shard_files
 from moejax.data.tokenfile import FORMAT, MANIFEST, Manifest, checksum, is_token_folder, read_manifest
 from moejax.data.tokenizer import JsonTokenizer, Tokenizer
 from moejax.data.workers import make_shards
 from moejax.errors import UserError
+from moejax.files import readable_errors, replacing
 
 _OURS = frozenset({".partial", ".lock", "tokens.bin", "documents.bin", "tokenizer.json", "tokenizer_config.json"})
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from moejax.data.corpora import Piece, read_documents
-from moejax.data.files import readable_errors, replacing
 from moejax.data.tokenizer import Tokenizer, load_tokenizer
 from moejax.errors import UserError
+from moejax.files import readable_errors, replacing
 
 _BATCH = 2**21  # characters of text encoded at a time
 

@@ -1,10 +1,10 @@
 """Writes measurements of kernels as CSV and as a picture."""
 
-import csv
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from moejax import files
 from moejax.kernels.bench import DIRECTIONS, Measurement
 
 
@@ -14,10 +14,7 @@ def write_csv(measurements: Sequence[Measurement], path: Path) -> None:
     for measurement in measurements:
         line = asdict(measurement)
         lines.append({**line.pop("case"), **line})
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, lines[0])
-        writer.writeheader()
-        writer.writerows(lines)
+    files.write_csv(path, lines)
 
 
 def draw(measurements: Sequence[Measurement], path: Path) -> None:
@@ -55,5 +52,6 @@ def draw(measurements: Sequence[Measurement], path: Path) -> None:
     case = measurements[0].case
     figure.suptitle(f"{measurements[0].device}: {case.groups} experts, D {case.width}, F {case.hidden}, {case.dtype}")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with files.result(path) as out:
+        figure.savefig(out, dpi=110)
     plt.close(figure)

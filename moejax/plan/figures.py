@@ -1,6 +1,5 @@
 """The report's figures 2, 4 and 8a as experiments that anyone can run, on devices at hand or planned for a target."""
 
-import csv
 import dataclasses
 import statistics
 import time
@@ -13,7 +12,7 @@ import jax
 import numpy as np
 
 from moejax.config import Config, MeshConfig, MoEConfig, WeightsConfig
-from moejax.errors import UserError
+from moejax.files import write_result
 from moejax.plan.cost import step_cost
 from moejax.plan.flops import tokens_per_step, training_flops
 from moejax.plan.roofline import Pair
@@ -134,18 +133,6 @@ def row_of(name: str, key: str, value: int, config: Config, found: Measured, pea
     return row | {"mfu": flops * found.tokens_per_second / (config.mesh.size * peak) if peak else ""}
 
 
-def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """Write CSV."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        raise UserError(f"--out={path.parent}: cannot be written ({error.strerror}); name another folder") from None
-
-
 def picture(title: str, rows: Sequence[Row], x: str, y: str, path: Path) -> None:
     """Write an SVG with one curve for each variant; rows where x is zero are drawn as level lines."""
     curves: dict[str, list[tuple[float, float]]] = {}
@@ -153,7 +140,7 @@ def picture(title: str, rows: Sequence[Row], x: str, y: str, path: Path) -> None
     for row in rows:
         points = curves.setdefault(row["variant"], [])
         points += [(float(row[x]), float(row[y]))] if row[x] else [(at, float(row[y])) for at in sorted(set(places))]
-    path.write_text(lines(title, curves, x, y.replace("_", " ")), encoding="utf-8")
+    write_result(path, lines(title, curves, x, y.replace("_", " ")))
 
 
 def retained(rows: Sequence[Row], key: str) -> Mapping[str, float]:

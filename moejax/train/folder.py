@@ -17,6 +17,7 @@ import moejax
 from moejax.config import Config
 from moejax.configure import dump_config
 from moejax.errors import UserError
+from moejax.files import replacing
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _SAME_SHAPES = ("model.dtype", "model.init_std")
@@ -73,13 +74,8 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         UserError: The disk is full or the folder cannot be written to.
     """
-    part = path.with_name(path.name + ".part")
-    with disk_errors(path):
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+    with disk_errors(path), replacing(path) as file:
+        file.write(text.encode())
 
 
 @contextlib.contextmanager

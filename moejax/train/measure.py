@@ -13,6 +13,7 @@ import jax
 
 from moejax.config import Config
 from moejax.errors import UserError
+from moejax.files import replacing
 from moejax.train.folder import disk_errors, write_whole
 from moejax.train.metrics import Row
 
@@ -121,7 +122,8 @@ class Tracer:
         about |= {"devices": len(devices), "device_kind": devices[0].device_kind}
         with disk_errors(self._folder):
             self._folder.mkdir(exist_ok=True)
-            (self._folder / HLO_FILE).write_bytes(gzip.compress(text.encode()))
+            with replacing(self._folder / HLO_FILE) as file:
+                file.write(gzip.compress(text.encode()))
             write_whole(self._folder / STEPS_FILE, json.dumps(about) + "\n")
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # calls of Python functions would slow the steps and hide them
