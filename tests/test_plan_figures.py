@@ -9,7 +9,7 @@ import tiny
 
 from moejax.cli.main import main
 from moejax.config import MoEConfig
-from moejax.plan.figures import accumulation_runs, capacity_runs, measure_run, plan_run, retained
+from moejax.plan.figures import accumulation_runs, capacity_runs, measure_runs, plan_run, retained
 from moejax.plan.parameters import module_counts
 from moejax.plan.target import read_target
 
@@ -56,7 +56,7 @@ def test_accumulation_keeps_the_shape_of_a_microbatch() -> None:
 @pytest.mark.slow
 def test_a_point_is_measured_on_this_machine() -> None:
     run = tiny.config(2, 4)
-    found = measure_run(run, 1)
+    (found,) = measure_runs([run], 1)
     assert found.tokens_per_second == pytest.approx(32 * 16 / found.step_seconds)
     assert plan_run(run, read_target("h200x8")).step_seconds < found.step_seconds
 
